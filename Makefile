@@ -11,8 +11,10 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 
 PY := $(VENV)/bin/python
-# Bytecode is written when a module is first imported: compiling all of torch takes longer than the demo needs.
-PIP := $(PY) -m pip install --no-input --quiet --disable-pip-version-check --no-compile -c constraints.txt
+# Bytecode is written when a module is first imported (hence the unexport): compiling every file of torch
+# and its like at installation would take longer than the installation.
+PIP := $(PY) -m pip install --no-input --quiet --quiet --disable-pip-version-check --no-compile -c constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help

@@ -51,7 +51,7 @@ class Runner(NotebookClient):
             print(f"[{number}/{len(self.code_cells)}, {seconds:.0f} s] {source.splitlines()[0]}", flush=True)
 
     def output(
-        self, outs: list[NotebookNode], msg: dict[str, Any], display_id: str, cell_index: int
+        self, outs: list[NotebookNode], msg: dict[str, Any], display_id: str | None, cell_index: int
     ) -> NotebookNode | None:
         if msg["msg_type"] == "stream":
             text, name = msg["content"]["text"], msg["content"]["name"]
