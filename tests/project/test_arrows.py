@@ -13,9 +13,11 @@ import grpo_kit
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# widgets → training → {model, data, rewards, algorithms, store}, model → rollout → kernels, training → kernels.
+# Two are added that go the same way: training handles the engine's Completion and Sampling, model calls kernels.
 ARROWS: dict[str, set[str]] = {
     "widgets": {"training", "model", "data", "rewards", "algorithms", "store"},
-    "training": {"model", "data", "rewards", "algorithms", "store", "kernels"},
+    "training": {"model", "data", "rewards", "algorithms", "store", "rollout", "kernels"},
     "model": {"rollout", "kernels"},
     "rollout": {"kernels"},
     "kernels": set(),
