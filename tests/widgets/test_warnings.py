@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_kit.widgets.warnings import find
+
+Row = dict[str, Any]
+
+
+def rows(count: int, **columns: Any) -> list[Row]:
+    """`count` metrics rows; a column is a constant or a function of the step."""
+    columns = {"rewards/a": lambda step: step / 100, "truncated": 0.0, "dead_groups": 0.0, **columns}
+    return [
+        {"step": step, **{key: value(step) if callable(value) else value for key, value in columns.items()}}
+        for step in range(1, count + 1)
+    ]
+
+
+def answer(group: int = 0, total: float | None = 1.0, score: list[Any] | None = None) -> Row:
+    return {"group": group, "total": total, "scores": {"a": score or [1.0, "ok", ""]}}
+
+
+def keys(warnings: list[dict[str, str]]) -> list[str]:
+    return [warning["key"] for warning in warnings]
+
+
+def test_a_healthy_run_has_none() -> None:
+    assert find(rows(30), [answer(), answer(total=0.0)]) == []
+
+
+def test_an_empty_run_has_none() -> None:
+    assert find([], []) == []
+
+
+def test_a_reward_is_dead_after_ten_equal_steps() -> None:
+    assert keys(find(rows(9, **{"rewards/a": 0.5}), [])) == []
+    (warning,) = find(rows(10, **{"rewards/a": 0.5}), [])
+    assert warning["key"] == "dead/a"
+    assert "0.5 on average for 10 steps" in warning["text"]
+
+
+def test_a_reward_that_varied_and_then_stuck_counts_from_there() -> None:
+    (warning,) = find(rows(20, **{"rewards/a": lambda step: min(step, 6)}), [])
+    assert "15 steps" in warning["text"]
+
+
+def test_a_reward_nobody_earns_gets_other_advice_than_one_all_earn() -> None:
+    (never,) = find(rows(10, **{"rewards/a": 0.0}), [])
+    (always,) = find(rows(10, **{"rewards/a": 1.0}), [])
+    assert "No answer earns it" in never["todo"]
+    assert "lower its weight" in always["todo"]
+
+
+def test_a_reward_without_values_is_not_called_dead() -> None:
+    assert find(rows(20, **{"rewards/a": None}), []) == []
+
+
+def test_cut_off_answers() -> None:
+    (most,) = find(rows(5, truncated=0.6), [])
+    (everything,) = find(rows(5, truncated=1.0), [])
+    assert most["text"].startswith("60 % of the answers")
+    assert everything["text"].startswith("All answers")
+    assert "max_completion_length" in most["todo"]
+    assert find(rows(5, truncated=0.4), []) == []
+
+
+def test_failing_rewards_say_the_share_the_reason_and_the_last_line() -> None:
+    failed = answer(score=[None, "error", "Traceback…\nKeyError: 'answer'"])
+    (warning,) = find(rows(3), [failed, failed, answer(), answer(total=0.0)])
+    assert warning["key"] == "failing/a"
+    assert "50 % of the answers" in warning["text"]
+    assert "KeyError: 'answer'" in warning["text"]
+    assert "rerun its cell" in warning["todo"]
+
+
+def test_not_finite_scores_are_failures_and_declined_ones_are_not() -> None:
+    nan = answer(score=[None, "not finite", "nan"])
+    declined = answer(score=[None, "not applicable", ""])
+    (warning,) = find(rows(3), [nan, declined])
+    assert "50 %" in warning["text"]
+    assert "not finite" in warning["text"]
+    assert find(rows(3), [declined, declined]) == []
+
+
+def test_dead_groups_say_which_way_to_go() -> None:
+    thin = rows(5, dead_groups=0.75)
+    top, bottom = [answer(0, 2.0), answer(0, 2.0)], [answer(1, 0.0), answer(1, 0.0)]
+    mixed = [answer(2, 0.0), answer(2, 2.0)]
+    (easy,) = find(thin, top + mixed)
+    (hard,) = find(thin, bottom + mixed)
+    (both,) = find(thin, top + bottom)
+    assert "75 % of the groups" in easy["text"]
+    assert "harder tasks" in easy["todo"]
+    assert "easier tasks" in hard["todo"]
+    assert "Mix" in both["todo"]
+
+
+def test_dead_groups_when_every_answer_scores_zero() -> None:
+    (warning,) = find(rows(5, dead_groups=1.0), [answer(0, 0.0), answer(1, 0.0)])
+    assert "easier tasks" in warning["todo"]
