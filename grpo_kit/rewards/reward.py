@@ -3,7 +3,8 @@
 Two kinds of function serve:
 
 - per sample, it has a parameter `completion`: called once per completion and returns a number, None or a Score;
-- batched, as TRL has them, it has a parameter `completions`: called once per batch with lists, returns a list.
+- batched, as TRL has them, it has a parameter `completions` (or `**kwargs` beside `completion_ids` or `prompts`):
+  called once per batch with lists, returns a list.
 
 Both are called by keyword and get only what their signature names; with `**kwargs`, all there is. Deliberately no
 scoring here (that is scoring.py): a Reward only knows what its function asks for.
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, overload
 
 GIVEN_PER_SAMPLE = ("completion", "prompt", "completion_ids", "step")
-GIVEN_BATCHED = ("completions", "prompts", "completion_ids", "step")
+GIVEN_BATCHED = ("completions", "prompts", "completion_ids", "step", "trainer_state")
 
 SECONDS_PER_SAMPLE = 5.0
 SECONDS_BATCHED = 30.0
@@ -156,6 +157,9 @@ def _is_batched(parameters: dict[str, inspect.Parameter], name: str) -> bool:
     single, batched = "completion" in parameters, "completions" in parameters
     if single and batched:
         raise TypeError(f"{name!r} has both `completion` and `completions`; keep one.{_HOW_TO}")
+    # TRL has functions that look only at the ids or the prompts; such plural lists with **kwargs tell them.
+    everything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    batched = batched or (not single and everything and ("prompts" in parameters or "completion_ids" in parameters))
     if not single and not batched:
         raise TypeError(f"{name!r} has no parameter `completion` or `completions`.{_HOW_TO}")
     return batched

@@ -12,7 +12,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from grpo_kit.rewards.completion_text import CompletionText
@@ -115,8 +115,9 @@ def _batch_arguments(reward: Reward, batch: Batch) -> dict[str, Any]:
         "completion_ids": batch.completion_ids,
     }
     wanted = {n: _own(value) for n, value in arguments.items() if reward.accepts_all or n in reward.accepts}
-    # Functions that loop over **kwargs expect lists in it, so the step goes only to those who name it.
-    return wanted | ({"step": batch.step} if "step" in reward.accepts else {})
+    # Functions that loop over **kwargs expect lists in it, so these go only to those who name them.
+    others = {"step": batch.step, "trainer_state": SimpleNamespace(global_step=batch.step)}
+    return wanted | {name: value for name, value in others.items() if name in reward.accepts}
 
 
 def _own(value: Any) -> Any:

@@ -56,11 +56,18 @@ def test_columns_are_the_required_parameters_that_are_data():
     assert Reward(plain, needs=["gold"]).columns == ("gold",)
 
 
+def test_trl_functions_that_do_not_name_completions_are_batched():
+    assert Reward(lambda completion_ids, **kwargs: [], name="some").batched
+    assert Reward(lambda prompts, **kwargs: [], name="some").batched
+    assert not Reward(lambda completion, completion_ids, **kwargs: 0.0, name="some").batched
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
         (lambda text: 0.0, "no parameter `completion` or `completions`"),
         (lambda **kwargs: 0.0, "no parameter `completion`"),
+        (lambda completion_ids: 0.0, "no parameter `completion`"),
         (lambda completion, completions: 0.0, "keep one"),
         (lambda completion, /: 0.0, "remove the /"),
     ],

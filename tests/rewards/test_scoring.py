@@ -58,6 +58,11 @@ def test_a_batched_function_without_kwargs_gets_only_what_it_names():
     assert values(lambda completions, step: [step, step]) == [3.0, 3.0]
 
 
+def test_trl_functions_may_ask_for_the_step():
+    assert values(lambda completions, trainer_state: [trainer_state.global_step] * 2) == [3.0, 3.0]
+    assert Reward(lambda completions, trainer_state: [], name="some").columns == ()
+
+
 def test_trl_functions_for_strings_and_for_messages_both_work():
     def for_strings(completions, **kwargs):
         return [float(len(c)) for c in completions]
