@@ -1,0 +1,52 @@
+"""Advantages: how much better an answer was than its group's others. Pure functions on tensors.
+
+A score that is None arrives here as NaN: its completion is left out of every mean and gets advantage 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SCALES = ("group", "batch", "none")
+STD_FLOOR = 1e-4
+
+
+def group_advantages(rewards: Tensor, num_generations: int, scale: str = "group") -> Tensor:
+    """GRPO's advantage: A_i = (r_i − mean of its group) / (std + 1e-4), float32 [N].
+
+    rewards [N], ordered by group: the `num_generations` completions of one prompt stand together. `scale` says which
+    std divides: "group" (DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.2), "batch" (the whole step's;
+    Lite PPO, https://arxiv.org/abs/2508.08221) or "none" (Dr. GRPO, https://arxiv.org/abs/2503.20783, equation 3).
+    Stds are unbiased (n−1). A group with fewer than two scored completions teaches nothing and gets 0.
+
+    Raises ValueError for an unknown scale or a number of rewards that is not a multiple of `num_generations`.
+    """
+    if scale not in SCALES:
+        raise ValueError(f"scale_rewards must be one of {', '.join(SCALES)}; got {scale!r}")
+    if len(rewards) % num_generations:
+        raise ValueError(f"{len(rewards)} rewards can't be split into groups of {num_generations}")
+    groups = rewards.float().view(-1, num_generations)  # [P, G]
+    centred = groups - groups.nanmean(-1, keepdim=True)
+    if scale == "group":
+        centred = centred / (_nanstd(groups, -1) + STD_FLOOR)
+    elif scale == "batch":
+        centred = centred / (_nanstd(groups.flatten(), 0) + STD_FLOOR)
+    return centred.nan_to_num(0.0).flatten()
+
+
+def dead_groups(rewards: Tensor, num_generations: int) -> Tensor:
+    """Which groups hold no signal, bool [P]: all scored alike, or fewer than two scored. rewards [N] ordered by
+    group."""
+    groups = rewards.float().view(-1, num_generations)
+    lowest = groups.nan_to_num(torch.inf).amin(-1)
+    highest = groups.nan_to_num(-torch.inf).amax(-1)
+    return highest - lowest < 1e-6
+
+
+def _nanstd(values: Tensor, dim: int) -> Tensor:
+    """Unbiased std along `dim` over what is not NaN, keeping the dimension; NaN with fewer than two values."""
+    known = ~values.isnan()
+    squares = (values - values.nanmean(dim, keepdim=True)).nan_to_num(0.0) ** 2
+    count = known.sum(dim, keepdim=True)
+    return torch.where(count > 1, squares.sum(dim, keepdim=True) / (count - 1), torch.nan).sqrt()

@@ -1,0 +1,8 @@
+"""Load a 4-bit model with LoRA, ask it, keep it: everything about the weights that is not training."""
+
+from grpo_kit.model.chat import Chat
+from grpo_kit.model.load import load_model
+from grpo_kit.model.model import LoadOptions, Model
+from grpo_kit.model.precision import Precision, choose_precision, dtype_for_capability
+
+__all__ = ["Chat", "LoadOptions", "Model", "Precision", "choose_precision", "dtype_for_capability", "load_model"]

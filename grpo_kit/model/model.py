@@ -1,0 +1,226 @@
+"""The loaded model: one set of weights with a LoRA adapter, asked by the notebook and trained by the loop.
+
+Whoever uses the weights holds `model.lock`; the training loop lets others in between its micro-batches and tokens.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grpo_kit.kernels import linear_logprob
+from grpo_kit.model.chat import Chat, Prompt
+from grpo_kit.model.lock import ModelLock
+from grpo_kit.model.lora import lora_parameters, reset_lora
+from grpo_kit.model.precision import Precision
+from grpo_kit.rollout import Completion, Engine, Sampling
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What `load_model` was asked for; kept with every run so that it can be loaded again."""
+
+    name_or_path: str
+    load_in_4bit: bool
+    max_seq_length: int
+    lora_rank: int
+    lora_alpha: int
+    fast_inference: bool
+    engine: str
+    seed: int
+    trust_remote_code: bool
+
+
+class Model:
+    """A causal language model with one trainable LoRA adapter. Made by `load_model`.
+
+    options: what was asked for.  notes: what was derived from it, and why, as (what, value, reason).
+    module, chat, engine, precision: the parts, for those who want to reach in.
+    """
+
+    def __init__(
+        self,
+        module: PeftModel,
+        chat: Chat,
+        engine: Engine,
+        precision: Precision,
+        options: LoadOptions,
+        notes: list[tuple[str, str, str]],
+    ):
+        self._module: PeftModel | None = module
+        self.chat, self.engine, self.precision, self.options, self.notes = chat, engine, precision, options, notes
+        self.lock = ModelLock()
+        self.max_seq_length = options.max_seq_length
+        self.stop_run: Callable[[], None] | None = None  # set by a live run: asks it to stop and waits until it has
+        self._questions = 0
+
+    # ---- the notebook's side ----
+
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        max_tokens: int = 256,
+        *,
+        n: int = 1,
+        adapter: bool = True,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        **sampling: Any,
+    ) -> Any:
+        """Answer with the current adapter, or with `adapter=False` as the untrained model would.
+
+        prompts: one string, one list of messages, or a list of either. Returns a string for one prompt and a list of
+        strings for a list; with n > 1 a list of n strings in place of each. `temperature=0` is greedy. Without a seed
+        every call draws anew. Further options are those of `Sampling` (top_p, top_k, min_p, repetition_penalty, stop).
+
+        May be called while a run trains: the run makes room for it. Raises ValueError for prompts that leave no room.
+        """
+        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], dict))
+        batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item,arg-type]
+        if seed is None:
+            self._questions += 1
+            seed = self._questions
+        options = Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, **sampling)
+        answers = self.complete([self.chat.encode(prompt) for prompt in batch], options, n, adapter=adapter)
+        texts = [[completion.text for completion in group] if n > 1 else group[0].text for group in answers]
+        return texts[0] if single else texts
+
+    def complete(
+        self,
+        prompt_ids: list[list[int]],
+        sampling: Sampling,
+        n: int = 1,
+        *,
+        adapter: bool = True,
+        between_tokens: Callable[[], None] | None = None,
+    ) -> list[list[Completion]]:
+        """`generate` for those who speak token ids: n completions of each prompt, cut so that they fit the model's
+        length."""
+        room = self.max_seq_length - max(map(len, prompt_ids), default=0)
+        if room < 1:
+            raise ValueError(
+                f"the longest prompt has {self.max_seq_length - room} tokens, the model was loaded for "
+                f"{self.max_seq_length}: shorten the prompt or load with a larger max_seq_length"
+            )
+        with self.lock, self.adapter_set(adapter):
+            return self.engine.generate(
+                prompt_ids, replace(sampling, max_tokens=min(sampling.max_tokens, room)), n, between_tokens
+            )
+
+    def render(self, prompt: Prompt) -> str:
+        """The exact text that the model is given for a prompt."""
+        return self.chat.render(prompt)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of `render(prompt)`."""
+        return self.chat.encode(prompt)
+
+    def save_adapter(self, folder: str | Path) -> Path:
+        """Write the adapter as an ordinary peft folder (`PeftModel.from_pretrained` reads it) and the tokenizer
+        beside it."""
+        folder = Path(folder)
+        with self.lock:
+            self.module.save_pretrained(str(folder))
+        self.chat.tokenizer.save_pretrained(str(folder))
+        (folder / "grpo_kit.json").write_text(json.dumps(asdict(self.options), indent=1))
+        return folder
+
+    def reset_adapter(self) -> None:
+        """Forget what was learned: the adapter is as fresh as after loading."""
+        with self.lock:
+            reset_lora(self.module, self.options.seed)
+            self.engine.adapter_changed()
+
+    def unload(self) -> None:
+        """Stop a live run and free the weights. The object remains, but can't be asked any more."""
+        if self.stop_run is not None:
+            self.stop_run()
+        with self.lock:
+            self._module = None
+            del self.engine
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def __repr__(self) -> str:
+        if self._module is None:
+            return f"<Model {self.options.name_or_path}: unloaded>"
+        width = max(len(what) for what, _, _ in self.notes)
+        lines = [
+            f"{what:<{width}}  {value}" + (f"  ({reason})" if reason else "") for what, value, reason in self.notes
+        ]
+        return "\n".join([f"Model {self.options.name_or_path}", *lines])
+
+    # ---- the training loop's side; the caller holds the lock ----
+
+    @property
+    def module(self) -> PeftModel:
+        if self._module is None:
+            raise RuntimeError(
+                f"this model ({self.options.name_or_path}) was unloaded when another one was loaded; use the new one"
+            )
+        return self._module
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """The transformers model under the adapter."""
+        module: PreTrainedModel = self.module.get_base_model()  # type: ignore[assignment]
+        return module
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """The adapter's parameters by name."""
+        return lora_parameters(self.module)
+
+    @contextmanager
+    def adapter_set(self, on: bool) -> Iterator[None]:
+        """Within the block the model answers with its adapter, or as the untrained one."""
+        if on:
+            yield
+        else:
+            with self.module.disable_adapter():
+                yield
+
+    def logprobs(
+        self, ids: Tensor, mask: Tensor, first: Tensor, width: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Logprob and entropy of each row's completion tokens, float32 [B, width], 0 where a row has no token.
+
+        ids, mask [B, S]: prompt and completion, padded on the right. first [B]: where the completion starts. width: the
+        longest completion. The head runs over completion tokens only.
+        """
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        with torch.autocast(
+            self.precision.device.type, self.precision.dtype, enabled=self.precision.dtype != torch.float32
+        ):
+            hidden = self.causal_lm.get_decoder()(
+                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+            ).last_hidden_state  # [B, S, H]
+        at = first[:, None] + torch.arange(width, device=ids.device)  # [B, width]: columns of the completion tokens
+        real = at < mask.sum(-1, keepdim=True)
+        rows, columns = real.nonzero(as_tuple=True)
+        source = at[rows, columns]
+        flat_logprob, flat_entropy = linear_logprob(
+            hidden[rows, source - 1],
+            self.causal_lm.get_output_embeddings().weight,
+            ids[rows, source],
+            temperature=temperature,
+            **self._head_options(),
+        )
+        blank = flat_logprob.new_zeros(real.shape)
+        return blank.index_put((rows, columns), flat_logprob), blank.index_put((rows, columns), flat_entropy)
+
+    def _head_options(self) -> dict[str, Any]:
+        """Cohere multiplies its logits, Granite divides them, Gemma 2 caps them."""
+        config = self.causal_lm.config
+        scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+        return {"logit_scale": float(scale), "softcap": getattr(config, "final_logit_softcapping", None)}

@@ -1,0 +1,62 @@
+"""One step's sequences, and a micro-batch of them as tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_kit.rollout import Completion
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A prompt with one of its completions; `trained` is False for a completion that the loss leaves out."""
+
+    prompt_ids: list[int]
+    completion: Completion
+    trained: bool = True
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.completion.token_ids)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """B sequences, padded on the right: ids and mask [B, S], first [B] (where completions start), and over the longest
+    completion T: token_mask [B, T] (1 where a token exists), loss_mask [B, T] (1 where it is trained), sampled [B, T]
+    (the engine's logprobs)."""
+
+    indices: list[int]
+    ids: Tensor
+    mask: Tensor
+    first: Tensor
+    token_mask: Tensor
+    loss_mask: Tensor
+    sampled: Tensor
+
+    @property
+    def width(self) -> int:
+        return self.token_mask.shape[1]
+
+
+def collate(sequences: list[Sequence], indices: list[int], device: torch.device) -> MicroBatch:
+    """Put the chosen sequences side by side. Pads are id 0 behind a zero mask: no id has a meaning there."""
+    chosen = [sequences[i] for i in indices]
+    longest = max(map(len, chosen))
+    width = max(len(s.completion.token_ids) for s in chosen)
+    ids = torch.zeros(len(chosen), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    token_mask = torch.zeros(len(chosen), width)
+    sampled = torch.zeros(len(chosen), width)
+    for row, sequence in enumerate(chosen):
+        tokens = len(sequence.completion.token_ids)
+        ids[row, : len(sequence)] = torch.tensor(sequence.prompt_ids + sequence.completion.token_ids)
+        mask[row, : len(sequence)] = 1
+        token_mask[row, :tokens] = 1
+        sampled[row, :tokens] = torch.tensor(sequence.completion.logprobs)
+    trained = torch.tensor([[float(s.trained)] for s in chosen])
+    first = torch.tensor([len(s.prompt_ids) for s in chosen])
+    moved = [t.to(device) for t in (ids, mask, first, token_mask, token_mask * trained, sampled)]
+    return MicroBatch(indices, *moved)

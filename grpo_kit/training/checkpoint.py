@@ -1,0 +1,91 @@
+"""A run's checkpoints: everything the next step depends on, in safetensors and JSON, written whole or not at all.
+
+What is not here needs no saving: data order and sampler seeds follow from the run's seed and the step's number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+
+from grpo_kit.model import Model
+from grpo_kit.training.update import Updater
+
+KEEP = 2
+
+
+def save_checkpoint(run_dir: Path, step: int, model: Model, updater: Updater, state: dict[str, Any]) -> Path:
+    """Write `checkpoints/step-000012` after step 12, and remove all but the last two. The caller holds the model's
+    lock.
+
+    The folder appears under its name only when it is complete, so a process killed in between leaves the one before.
+    """
+    folder = run_dir / "checkpoints" / f"step-{step:06d}"
+    unfinished = folder.with_suffix(".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    # The hub need not be asked whether the vocabulary grew: embeddings are never trained.
+    model.module.save_pretrained(str(unfinished), save_embedding_layers=False)
+    tensors, numbers = _optimizer_state(updater)
+    save_file(tensors, unfinished / "optimizer.safetensors")
+    whole = {"step": step, "optimizer": numbers, "scaler": updater.scaler.state_dict(), **state}
+    (unfinished / "state.json").write_text(json.dumps(whole, indent=1))
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(unfinished, folder)
+    for old in checkpoints(run_dir)[:-KEEP]:
+        shutil.rmtree(old)
+    return folder
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The finished checkpoints of a run, oldest first."""
+    return sorted(p for p in (run_dir / "checkpoints").glob("step-*") if not p.suffix)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The JSON part of a checkpoint."""
+    return dict(json.loads((folder / "state.json").read_text()))
+
+
+def load_checkpoint(folder: Path, model: Model, updater: Updater) -> None:
+    """Put adapter, optimizer and scaler back. Raises ValueError if the checkpoint is of another model or adapter."""
+    adapter = load_file(folder / "adapter_model.safetensors")
+    trainable = {name.replace(".default.", "."): parameter for name, parameter in model.trainable().items()}
+    fits = adapter.keys() == trainable.keys() and all(adapter[name].shape == trainable[name].shape for name in adapter)
+    if not fits:
+        raise ValueError(
+            f"the checkpoint {folder} was made for another model or LoRA rank than the one loaded "
+            f"({model.options.name_or_path}, rank {model.options.lora_rank})"
+        )
+    set_peft_model_state_dict(model.module, adapter)
+    _restore_optimizer(updater, load_file(folder / "optimizer.safetensors"), read_state(folder)["optimizer"])
+    updater.scaler.load_state_dict(read_state(folder)["scaler"])
+    model.engine.adapter_changed()
+
+
+def _optimizer_state(updater: Updater) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """AdamW's moments as `parameter|moment` tensors, and its options."""
+    state = updater.optimizer.state
+    tensors = {
+        f"{name}|{key}": value.detach().cpu().contiguous()
+        for name, parameter in updater.parameters.items()
+        for key, value in state.get(parameter, {}).items()
+    }
+    return tensors, {"learning_rate": updater.optimizer.param_groups[0]["lr"]}
+
+
+def _restore_optimizer(updater: Updater, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
+    updater.optimizer.state.clear()
+    for joined, value in tensors.items():
+        name, key = joined.rsplit("|", 1)
+        parameter = updater.parameters[name]
+        # AdamW keeps its step count on the CPU and the moments beside the parameter.
+        updater.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+    updater.set_learning_rate(numbers["learning_rate"])

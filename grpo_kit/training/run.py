@@ -1,0 +1,326 @@
+"""A run: the training loop in a thread of its own, and the handle by which a notebook steers it.
+
+Everything said to the run is a field that the loop looks at between tokens and micro-batches; nothing else crosses
+over.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from grpo_kit.model import Model
+from grpo_kit.rewards import RewardSet, ScoreTable
+from grpo_kit.store import Record
+from grpo_kit.training.checkpoint import save_checkpoint
+from grpo_kit.training.options import Setting, TrainOptions
+from grpo_kit.training.step import Prompts, Stepper
+
+if TYPE_CHECKING:
+    import pandas
+
+FAILED_REASONS = ("error", "timeout", "wrong shape", "not finite")
+
+
+class RunFailed(RuntimeError):
+    """The training thread ended with an exception; its traceback is in the message."""
+
+
+class _StopAsked(Exception):
+    """Raised in the training thread at the next pause point after `stop()`."""
+
+
+class Run:
+    """Returned by `train` while the training goes on. Every method may be called from any thread and returns at once,
+    but `wait`.
+
+    state: "starting", "running", "paused", "stopping", "stopped", "finished" or "failed".
+    settings: what was derived from the options, with reasons. record, directory: where everything is kept.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Prompts,
+        rewards: RewardSet,
+        options: TrainOptions,
+        settings: list[Setting],
+        record: Record,
+        directory: Path,
+    ):
+        self.model, self.rewards, self.options, self.settings = model, rewards, options, settings
+        self.record, self.directory, self.name = record, directory, directory.name
+        self.steps, self.step, self.state = options.steps, 0, "starting"
+        self.error: str | None = None
+        self._stepper = Stepper(model, prompts, rewards, options, record, self._clock)
+        self._elapsed_before = 0.0
+        self._paused_seconds = 0.0
+        self._started: float | None = None
+        self._ended: float | None = None
+        self._changed = threading.Condition()
+        self._pause_asked = self._stop_asked = self._checkpoint_asked = False
+        self._learning_rate: float | None = None
+        self._weights: dict[str, float] = {}
+        self._reported: set[tuple[str, str]] = set()
+        self._subscribers: list[Callable[[], None]] = []
+        self._thread = threading.Thread(target=self._main, name=f"grpo-kit {self.name}", daemon=True)
+
+    # ---- what a person or a panel says ----
+
+    def pause(self) -> None:
+        """Hold at the next token or micro-batch; the model can be asked meanwhile."""
+        self._say("_pause_asked", True)
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._say("_pause_asked", False)
+
+    def stop(self) -> None:
+        """End at the next token or micro-batch. The last finished step is kept, the one begun is dropped."""
+        self._say("_stop_asked", True)
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint of the last finished step now instead of at the next round number."""
+        self._say("_checkpoint_asked", True)
+
+    def set_learning_rate(self, value: float) -> None:
+        """From the next step on. Raises ValueError unless it is a number above 0."""
+        if not 0 < float(value) < float("inf"):
+            raise ValueError(f"the learning rate must be above 0, got {value}")
+        self._say("_learning_rate", float(value))
+
+    def set_weight(self, name: str, value: float) -> None:
+        """The weight of a reward, from the next step on. Raises ValueError for an unknown name or a value that is
+        no number."""
+        if name not in self.rewards.names:
+            raise ValueError(f"there is no reward named {name!r}; there are {', '.join(self.rewards.names)}")
+        if not abs(float(value)) < float("inf"):
+            raise ValueError(f"a weight must be a finite number, got {value}")
+        self._say("_weights", {**self._weights, name: float(value)})
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Show a progress bar until the run ends, or for `timeout` seconds. Interrupting only stops the waiting.
+
+        Raises RunFailed if the run failed.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        with tqdm(total=self.steps, initial=self.step, unit="step", desc=self.name) as bar:
+            while self.alive and (end is None or time.monotonic() < end):
+                self._thread.join(0.2)
+                self._show(bar)
+            self._show(bar)
+        if self.state == "failed":
+            raise RunFailed(f"the run {self.name} failed after step {self.step}:\n{self.error}")
+
+    def _show(self, bar: tqdm) -> None:
+        bar.n = self.step
+        last = self.record.steps(since=self.step - 1)
+        reward = last[-1]["reward"] if last else None
+        bar.set_postfix_str(f"{self.state}" + ("" if reward is None else f", reward {reward:.2f}"), refresh=True)
+
+    # ---- what a person or a panel sees ----
+
+    @property
+    def alive(self) -> bool:
+        """Whether the training thread is still there."""
+        return self._thread.is_alive()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds spent training, pauses excluded and earlier sittings of a resumed run included."""
+        if self._started is None:
+            return self._elapsed_before
+        return self._elapsed_before + (self._ended or self._clock()) - self._started
+
+    def knobs(self) -> dict[str, Any]:
+        """What can be turned while the run goes on, as it stands (changes asked for included)."""
+        rate = self._learning_rate or self._stepper.updater.optimizer.param_groups[0]["lr"]
+        return {"learning_rate": rate, "weights": {**self.rewards.weights, **self._weights}}
+
+    @property
+    def metrics(self) -> pandas.DataFrame:
+        """One row a step."""
+        return self.record.metrics_frame()
+
+    def completions(self, step: int | None = None) -> pandas.DataFrame:
+        """The answers of a step (the latest unless named), with prompt, scores, advantage and how each ended."""
+        return self.record.completions_frame(step)
+
+    @property
+    def events(self) -> pandas.DataFrame:
+        """What happened when: started, rewards edited, options changed, warnings, checkpoints."""
+        return self.record.events_frame()
+
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Have `callback()` called from the training thread after each step, event and change of state; it must be
+        quick and must not raise. Returns the function that ends it."""
+        self._subscribers.append(callback)
+        return lambda: self._subscribers.remove(callback) if callback in self._subscribers else None
+
+    def panel(self) -> Any:
+        """A live panel to watch and steer the run (needs ipywidgets and anywidget)."""
+        from grpo_kit.widgets import Panel
+
+        return Panel(self)
+
+    def show(self) -> Any:
+        """A still picture of the run, which a saved notebook keeps."""
+        from grpo_kit.widgets import Picture
+
+        return Picture(self)
+
+    def plot(self) -> Any:
+        """The run's curves as a plotly figure."""
+        from grpo_kit.widgets import plot
+
+        return plot(self)
+
+    def __repr__(self) -> str:
+        return f"<Run {self.name}: {self.state}, step {self.step} of {self.steps}, in {self.directory}>"
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        """Displaying a run shows its live panel."""
+        return self.panel()._repr_mimebundle_(**options)
+
+    # ---- the training thread ----
+
+    def start(self, after_step: int = 0, elapsed: float = 0.0) -> None:
+        """Begin after `after_step` finished steps. Called once, by `train` and `resume`."""
+        self.step, self._elapsed_before = after_step, elapsed
+        self.model.stop_run = self._stop_and_wait
+        self._thread.start()
+
+    def _stop_and_wait(self) -> None:
+        self.stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _main(self) -> None:
+        self._started = self._clock()
+        try:
+            self._event("started" if self.step == 0 else "resumed", f"from step {self.step + 1} of {self.steps}")
+            self._set_state("running")
+            with self.model.lock:
+                self._loop()
+        except _StopAsked:
+            self._end("stopped", f"after step {self.step}")
+        except BaseException as error:
+            self.error = traceback.format_exc()
+            self._end("failed", f"{type(error).__name__}: {error}")
+        else:
+            self._end("finished", f"{self.step} steps")
+
+    def _loop(self) -> None:
+        if self.step == 0:
+            self._save_checkpoint()  # so that a run killed in its first steps starts from the same adapter again
+        while self.step < self.steps:
+            self._take_changes()
+            try:
+                table = self._stepper.step(self.step + 1, self._pause_point)
+            except BaseException as error:
+                self._stepper.updater.forget_gradients()
+                if isinstance(error, _StopAsked):
+                    self._save_checkpoint()
+                raise
+            self.step += 1
+            self._report_failures(table)
+            if self.step % self.options.checkpoint_every == 0 or self.step == self.steps:
+                self._save_checkpoint()
+            self._tell()
+
+    def _pause_point(self) -> None:
+        """Between tokens and micro-batches: the weights are those of the last finished step."""
+        if self._pause_asked and not self._stop_asked:
+            self._hold()
+        if self._stop_asked:
+            self._set_state("stopping")
+            raise _StopAsked
+        if self._checkpoint_asked:
+            self._checkpoint_asked = False
+            self._save_checkpoint()
+        self.model.lock.give_way()
+
+    def _hold(self) -> None:
+        began = time.monotonic()
+        self._event("paused", f"in step {self.step + 1}")
+        self._set_state("paused")
+        while self._pause_asked and not self._stop_asked:
+            if self._checkpoint_asked:
+                self._checkpoint_asked = False
+                self._save_checkpoint()
+            with self.model.lock.released(), self._changed:
+                self._changed.wait_for(lambda: not self._pause_asked or self._stop_asked or self._checkpoint_asked)
+        self._paused_seconds += time.monotonic() - began
+        self._event("resumed", f"in step {self.step + 1}")
+        self._set_state("running")
+
+    def _take_changes(self) -> None:
+        """Before each step: new learning rate, new weights, and rewards whose cell was rerun."""
+        rate, weights = self._learning_rate, self._weights
+        self._learning_rate, self._weights = None, {}
+        upcoming = self.step + 1
+        if rate is not None:
+            self._stepper.updater.set_learning_rate(rate)
+            self._event("option changed", f"learning rate {rate:g}", {"learning_rate": rate}, upcoming)
+        for name, value in weights.items():
+            self.rewards.set_weight(name, value)
+            self._event("option changed", f"weight of {name} {value:g}", {"weight": {name: value}}, upcoming)
+        for name in self.rewards.refresh():
+            self._reported = {known for known in self._reported if known[0] != name}
+            source = next(reward.source for reward in self.rewards.rewards if reward.name == name)
+            self._event("reward edited", f"{name} edited", {"name": name, "source": source}, upcoming)
+
+    def _report_failures(self, table: ScoreTable) -> None:
+        """The first time that a reward fails in some way is an event, and pauses the run if the user wants that."""
+        for name in table.names:
+            for reason in FAILED_REASONS:
+                failed = [score for score in table.column(name) if score.reason == reason]
+                if not failed or (name, reason) in self._reported:
+                    continue
+                self._reported.add((name, reason))
+                self._event(
+                    "warning",
+                    f"{name}: {reason} in {len(failed)} of {len(table.scores)} answers. {failed[0].detail}".strip(),
+                )
+                self._pause_asked |= self.options.on_reward_error == "pause"
+
+    def _save_checkpoint(self) -> None:
+        state = {"elapsed": self.elapsed, "weights": self.rewards.weights}
+        save_checkpoint(self.directory, self.step, self.model, self._stepper.updater, state)
+        self._event("checkpoint", f"after step {self.step}")
+
+    def _end(self, state: str, text: str) -> None:
+        self._ended = self._clock()
+        if self.model.stop_run == self._stop_and_wait:
+            self.model.stop_run = None
+        self._event(state, text)
+        self._set_state(state)
+        self.record.close()
+
+    # ---- small things ----
+
+    def _clock(self) -> float:
+        return time.monotonic() - self._paused_seconds
+
+    def _say(self, field: str, value: Any) -> None:
+        with self._changed:
+            setattr(self, field, value)
+            self._changed.notify_all()
+
+    def _set_state(self, state: str) -> None:
+        self.state = state
+        self._tell()
+
+    def _event(self, kind: str, text: str, data: dict[str, Any] | None = None, step: int | None = None) -> None:
+        self.record.add_event(kind, text, self.step if step is None else step, data)
+        self._tell()
+
+    def _tell(self) -> None:
+        for callback in list(self._subscribers):
+            callback()
