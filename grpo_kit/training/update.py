@@ -63,8 +63,9 @@ class Updater:
         lengths = torch.tensor([len(s.completion.token_ids) * s.trained for s in sequences])
         weights = self.algorithm.weights(lengths, options.max_completion_length).to(device)
         assert options.tokens_per_micro_batch is not None
-        plan = micro_batches([len(s) for s in sequences], options.tokens_per_micro_batch)
-        batches = [collate(sequences, indices, device) for indices in plan]
+        teaching = self._teaching(sequences, advantages)
+        plan = micro_batches([len(sequences[i]) for i in teaching], options.tokens_per_micro_batch)
+        batches = [collate(sequences, [teaching[i] for i in indices], device) for indices in plan]
         advantages = advantages.to(device)
         old: list[Tensor] = []
         reference: list[Tensor | None] = []
@@ -91,6 +92,14 @@ class Updater:
             "grad_norm": sum(grad_norms) / len(grad_norms),
             "skipped_updates": float(skipped),
         }
+
+    def _teaching(self, sequences: list[Sequence], advantages: Tensor) -> list[int]:
+        """The sequences that can move the weights: with beta = 0 an advantage of 0 is a gradient of 0, so its forward
+        and backward pass are saved. If there are none, all are kept: they move nothing, and the curves go on."""
+        if self.options.beta > 0:
+            return list(range(len(sequences)))
+        kept = [i for i, s in enumerate(sequences) if s.trained and advantages[i] != 0]
+        return kept or list(range(len(sequences)))
 
     def forget_gradients(self) -> None:
         """After an exception in the middle of `update`."""
