@@ -26,6 +26,7 @@ def load_model(
     fast_inference: bool = False,
     *,
     lora_alpha: int | None = None,
+    dtype: str | None = None,
     engine: str = "auto",
     seed: int = 0,
     trust_remote_code: bool = False,
@@ -37,6 +38,7 @@ def load_model(
                     that is quantized already is taken as it is.
     max_seq_length: the most tokens of prompt and completion together.
     lora_rank, lora_alpha: the adapter's rank, and its scale alpha / rank (alpha = rank unless given).
+    dtype:          "float16", "bfloat16" or "float32" for everything that is not 4-bit; None chooses by the hardware.
     fast_inference: sample with the fastest engine there is; `engine` names one instead.
     seed:           of the adapter's start. trust_remote_code: run code that the checkpoint brings; off unless asked.
 
@@ -47,15 +49,16 @@ def load_model(
     """
     global _loaded
     options = LoadOptions(
-        name_or_path,
-        load_in_4bit,
-        max_seq_length,
-        lora_rank,
-        lora_alpha or lora_rank,
-        fast_inference,
-        engine,
-        seed,
-        trust_remote_code,
+        name_or_path=name_or_path,
+        load_in_4bit=load_in_4bit,
+        max_seq_length=max_seq_length,
+        lora_rank=lora_rank,
+        lora_alpha=lora_alpha or lora_rank,
+        dtype=dtype,
+        fast_inference=fast_inference,
+        engine=engine,
+        seed=seed,
+        trust_remote_code=trust_remote_code,
     )
     _check(options)
     if _loaded is not None and _loaded.options == options and _loaded._module is not None:
@@ -72,6 +75,7 @@ def load_model(
 
 
 def _check(options: LoadOptions) -> None:
+    choose_precision(options.dtype)
     choose_engine(options.engine, options.fast_inference)
     for name in ("max_seq_length", "lora_rank", "lora_alpha"):
         value = getattr(options, name)
@@ -88,7 +92,7 @@ def _check_length(options: LoadOptions, config: Any) -> None:
 
 
 def _build(options: LoadOptions, path: str, found: str, config: Any) -> Model:
-    precision = choose_precision()
+    precision = choose_precision(options.dtype)
     notes = [
         ("weights", path, found),
         ("precision", f"{precision.dtype} on {precision.device}".replace("torch.", ""), precision.reason),

@@ -35,6 +35,7 @@ class LoadOptions:
     max_seq_length: int
     lora_rank: int
     lora_alpha: int
+    dtype: str | None
     fast_inference: bool
     engine: str
     seed: int

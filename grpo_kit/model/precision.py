@@ -16,9 +16,22 @@ class Precision:
     reason: str
 
 
-def choose_precision() -> Precision:
-    """For the hardware at hand. `torch.cuda.is_bf16_supported()` is not asked: it is true where bf16 is only
-    emulated."""
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def choose_precision(dtype: str | None = None) -> Precision:
+    """For the hardware at hand, unless `dtype` ("float32", "float16", "bfloat16") names the format.
+
+    `torch.cuda.is_bf16_supported()` is not asked: it is true where bf16 is only emulated. Raises ValueError for a name
+    that is none of the three.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, or None to choose by the hardware; got {dtype!r}")
+    chosen = _for_this_hardware()
+    return chosen if dtype is None else Precision(chosen.device, DTYPES[dtype], "asked for")
+
+
+def _for_this_hardware() -> Precision:
     if not torch.cuda.is_available():
         return Precision(
             torch.device("cpu"), torch.float32, "no CUDA device: float32 is the fastest format that a CPU trains in"
