@@ -1,7 +1,7 @@
 """Tiny random language models with a byte-level tokenizer: every architecture of the table, made from its config alone.
 
-Nothing is downloaded and any text can be encoded (one token a byte). The weights are drawn ten times wider than usual, so
-that a random model prefers some tokens clearly and greedy decoding does not hang on the last bit.
+Nothing is downloaded and any text can be encoded (one token a byte). The weights are drawn ten times wider than usual,
+so that a random model prefers some tokens clearly and greedy decoding does not hang on the last bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 512,
     "initializer_range": 0.2,
 }
-# What each architecture asks for beyond SHAPE; the sliding windows are shorter than the tests' sequences, so that they bite.
+# What each architecture needs beyond SHAPE. Sliding windows are shorter than the tests' sequences, so that they bite.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "mistral": ("MistralConfig", {"head_dim": 8, "sliding_window": 16}),

@@ -1,0 +1,64 @@
+"""Group advantages: numbers by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from grpo_kit.algorithms import dead_groups, group_advantages
+
+NAN = float("nan")
+
+
+def advantages(rewards: list[float], num_generations: int, scale: str = "group") -> list[float]:
+    return group_advantages(torch.tensor(rewards), num_generations, scale).tolist()
+
+
+def test_divided_by_the_groups_own_std() -> None:
+    # Group 1: mean 2, unbiased std 1. Group 2: mean 4, unbiased std √((9+1+16)/2) = √13.
+    found = advantages([1.0, 2.0, 3.0, 1.0, 3.0, 8.0], 3)
+    first, second = 1 / (1 + 1e-4), 1 / (math.sqrt(13) + 1e-4)
+    assert found == pytest.approx([-first, 0.0, first, -3 * second, -1 * second, 4 * second], rel=1e-6)
+
+
+def test_divided_by_the_steps_std_around_the_groups_mean() -> None:
+    # All: mean 2.5, deviations −1.5 −.5 .5 1.5, unbiased variance 5/3. Group means are 1.5 and 3.5.
+    step = 1 / (math.sqrt(5 / 3) + 1e-4)
+    assert advantages([1.0, 2.0, 3.0, 4.0], 2, "batch") == pytest.approx([-0.5 * step, 0.5 * step] * 2, rel=1e-6)
+
+
+def test_not_divided() -> None:
+    assert advantages([0.0, 3.0, 10.0, 20.0], 2, "none") == [-1.5, 1.5, -5.0, 5.0]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_unscored_completions_move_no_mean_and_get_zero(scale: str) -> None:
+    found = advantages([1.0, NAN, 3.0, 0.0, 0.0, 0.0], 3, scale)
+    divisor = {"group": math.sqrt(2) + 1e-4, "batch": math.sqrt(1.7) + 1e-4, "none": 1.0}[scale]
+    # batch: 1, 3, 0, 0, 0 have mean 0.8 and squares 0.04 + 4.84 + 3·0.64 = 6.8 over 4.
+    assert found == pytest.approx([-1 / divisor, 0.0, 1 / divisor, 0.0, 0.0, 0.0], rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("rewards", [[NAN] * 4, [NAN, 5.0, NAN, NAN], [2.0] * 4])
+def test_nothing_to_learn_is_zero_and_never_nan(rewards: list[float], scale: str) -> None:
+    assert advantages(rewards, 2, scale) == [0.0] * 4
+
+
+def test_half_precision_rewards_are_computed_in_float32() -> None:
+    assert group_advantages(torch.tensor([1.0, 2.0], dtype=torch.float16), 2).dtype == torch.float32
+
+
+def test_unknown_scale_and_ragged_groups_are_errors() -> None:
+    with pytest.raises(ValueError, match="scale_rewards must be one of group, batch, none; got 'std'"):
+        advantages([1.0, 2.0], 2, "std")
+    with pytest.raises(ValueError, match="5 rewards can't be split into groups of 2"):
+        advantages([1.0] * 5, 2)
+
+
+def test_dead_groups() -> None:
+    rewards = torch.tensor([1.0, 1.0, 1.0, 2.0, NAN, NAN, NAN, 3.0, 0.3, 0.1 + 0.2])
+    #                       alike     apart     unscored   one scored  alike but for rounding
+    assert dead_groups(rewards, 2).tolist() == [True, False, True, True, True]
