@@ -104,7 +104,9 @@ def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     own = {"JUPYTERLAB_SETTINGS_DIR": "settings", "JUPYTERLAB_WORKSPACES_DIR": "workspaces"}
     own |= {"JUPYTER_CONFIG_DIR": "config", "IPYTHONDIR": "ipython", "JUPYTER_RUNTIME_DIR": "runtime"}
     env = os.environ | {name: str(root / part) for name, part in own.items()}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    # The fakes by their own name: a package somewhere that installs a top-level `tests` would hide ours.
+    paths = [str(REPOSITORY), str(REPOSITORY / "tests" / "widgets"), os.environ.get("PYTHONPATH")]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, "-m", "jupyterlab", *LAB_FLAGS, f"--port={port}", f"--ServerApp.root_dir={folder}"]
     with (root / "lab.log").open("w") as log:
         # Its own session, so that its kernels end with it.

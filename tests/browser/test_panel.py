@@ -13,7 +13,7 @@ pytestmark = pytest.mark.browser
 
 START = """
 import tempfile, threading, time
-from tests.widgets.fake_run import FakeRun
+from fake_run import FakeRun
 from grpo_kit.widgets import Panel
 run = FakeRun(tempfile.mkdtemp(), steps={steps}, seconds={seconds}, ready={ready})
 {before}
@@ -46,7 +46,7 @@ class Lossy(Panel):
 panel = Lossy(run)
 """
 SPIN = "end = time.monotonic() + 4\nwhile time.monotonic() < end: pass"
-CLICK = "(selector) => { document.querySelector(selector).click(); return Date.now() / 1000; }"
+CLICK = "(selector) => { const now = Date.now() / 1000; document.querySelector(selector).click(); return now; }"
 # What the first chart draws: the x of its raw line.
 DRAWN = "() => [...(document.querySelector('.gk-plot')?.data?.[2]?.x ?? [])]"
 
@@ -146,6 +146,12 @@ def test_edits_reach_the_run_and_refusals_are_said(notebook: Callable[..., Any])
     problem = page.locator(".gk-problem:visible")
     problem.wait_for(timeout=30_000)
     assert "between 0 and 1" in problem.inner_text()
+    page.wait_for_timeout(1500)  # rows that arrive meanwhile leave what was typed and why it was refused
+    assert problem.is_visible()
+    assert rate.input_value() == "7"
+    rate.press("Escape")
+    assert rate.input_value() == "1e-6"
+    assert not problem.is_visible()
     assert nb.value(1).split() == ["1e-06", "0.25"]
 
 
@@ -203,7 +209,7 @@ def test_a_resume_in_place_redraws(notebook: Callable[..., Any]) -> None:
 
 def test_hostile_text_is_shown_and_does_nothing(notebook: Callable[..., Any]) -> None:
     hostile = """
-from tests.widgets.fake_run import HOSTILE
+from fake_run import HOSTILE
 run.name = HOSTILE
 run.weights[HOSTILE] = 1.0
 def add(step, row, answers):

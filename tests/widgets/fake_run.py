@@ -107,7 +107,8 @@ class FakeRun:
         self.directory = Path(directory)
         self.record = Record(self.directory / "run.sqlite")
         self.steps, self.seconds, self.edit_step = steps, seconds, edit_step
-        self.step, self.elapsed, self.error, self.state = 0, 0.0, None, "starting"
+        self.step, self.elapsed, self.state = 0, 0.0, "starting"
+        self.error: str | None = None
         self.weights, self.learning_rate = dict(REWARDS), 5e-6
         self.calls: list[tuple[float, str]] = []
         self._change_rows = change_rows
@@ -131,7 +132,7 @@ class FakeRun:
         if self._change_rows is not None:
             self._change_rows(step, row, answers)
         self.record.write_step(step, row, answers)
-        self.step, self.elapsed = step, self.elapsed + row["seconds"]
+        self.step, self.elapsed = step, self.elapsed + (row["seconds"] or 0.0)
         self.notify()
 
     def set_state(self, state: str, error: str | None = None) -> None:

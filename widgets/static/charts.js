@@ -51,6 +51,7 @@ const CARDS = [
 
 const MARKED = new Set(["reward edited", "option changed", "warning"]);
 const SMOOTHING = 0.15; // weight of the newest value in the smoothed line
+const MOST = 800; // points of a line; beyond, every 2nd, 4th, 8th … step is drawn
 const FEW = 15; // up to so many steps, points are drawn as dots too
 
 // Plotly reads a little HTML in its texts; names and events are data.
@@ -115,8 +116,8 @@ class Chart {
     const series = this.card.series(rewardNames(rows));
     const names = series.map((line) => line.key).join("\n");
     const marks = events.filter((event) => MARKED.has(event.kind) && event.step !== null);
-    const anew = this.drawn < 0 || this.names !== names || this.marks !== marks.length || (this.drawn <= FEW && rows.length > FEW);
-    if (anew) this.begin(series, names, marks);
+    const anew = this.drawn < 0 || this.names !== names || this.marks !== marks.length || (this.drawn <= FEW && rows.length > FEW) || rows.length > MOST * this.stride;
+    if (anew) this.begin(series, names, marks, rows.length);
     if (!anew && rows.length === this.drawn) return;
     const added = this.columns(rows.slice(this.drawn));
     this.drawn = rows.length;
@@ -124,31 +125,43 @@ class Chart {
     if (anew) {
       const traces = this.traces(added, rows.length <= FEW, style);
       Plotly.react(this.plot, [...traces, this.markTrace(marks, style)], this.layout(marks, style), CONFIG);
-      this.plot.removeAllListeners("plotly_click");
-      this.plot.on("plotly_click", (event) => this.pick(event.points[0].x));
-    } else {
-      Plotly.extendTraces(this.plot, { x: added.map((trace) => trace.x), y: added.map((trace) => trace.y) }, added.map((_, index) => index));
+      this.listen();
+    } else if (added[0].x.length) {
+      const drawn = Plotly.extendTraces(this.plot, { x: added.map((trace) => trace.x), y: added.map((trace) => trace.y) }, added.map((_, index) => index));
+      // Drawing takes the label away from under the pointer.
+      if (this.hovered !== undefined) drawn.then(() => { if (this.hovered !== undefined) Plotly.Fx.hover(this.plot, { xval: this.hovered }); });
     }
   }
 
-  begin(series, names, marks) {
+  listen() {
+    for (const kind of ["click", "hover", "unhover"]) this.plot.removeAllListeners(`plotly_${kind}`);
+    this.plot.on("plotly_click", (event) => this.pick(event.points[0].x));
+    this.plot.on("plotly_hover", (event) => { this.hovered = event.points[0].x; });
+    this.plot.on("plotly_unhover", () => { this.hovered = undefined; });
+  }
+
+  begin(series, names, marks, count) {
     this.drawn = 0;
+    this.stride = 2 ** Math.max(0, Math.ceil(Math.log2(count / MOST)));
     this.names = names;
     this.marks = marks.length;
     this.series = series.map((line) => ({ ...line, smooth: new Smooth(), band: new Smooth() }));
   }
 
   // x and y of every trace for new rows: band below, band above, raw, smooth of each series in turn.
+  // All rows go into the smoothed line, also those that are not drawn.
   columns(rows) {
-    const x = rows.map((row) => row.step);
-    return this.series.flatMap((line) => {
+    const thinned = (values) => values.filter((_, index) => (this.drawn + index) % this.stride === 0);
+    const x = thinned(rows.map((row) => row.step));
+    const traces = this.series.flatMap((line) => {
       const raw = rows.map((row) => row[line.key] ?? null), smooth = raw.map((value) => line.smooth.next(value));
-      const traces = [{ x, y: raw }, { x, y: smooth }];
-      if (!line.spread) return traces;
+      const curves = [raw, smooth];
+      if (!line.spread) return curves;
       const spread = rows.map((row) => line.band.next(row[line.spread]));
       const edge = (sign) => smooth.map((value, index) => known(value) && known(spread[index]) ? value + sign * spread[index] : null);
-      return [{ x, y: edge(-1) }, { x, y: edge(1) }, ...traces];
+      return [edge(-1), edge(1), ...curves];
     });
+    return traces.map((values) => ({ x, y: thinned(values) }));
   }
 
   traces(columns, few, style) {
@@ -170,7 +183,7 @@ class Chart {
   // Shapes have no hover, so each dashed line carries a dot at its top that has.
   markTrace(marks, style) {
     return { x: marks.map((mark) => mark.step), y: marks.map(() => 1), yaxis: "y2", type: "scatter", mode: "markers", cliponaxis: false,
-      marker: { color: style.colors.violet, size: 6 }, hovertemplate: marks.map((mark) => `${wrapped(mark.text || mark.kind)}<extra></extra>`) };
+      marker: { color: style.colors.violet, size: 6 }, hovertemplate: marks.map((mark) => `${wrapped(mark.text ? `${mark.kind}: ${mark.text}` : mark.kind)}<extra></extra>`) };
   }
 
   layout(marks, style) {
@@ -181,8 +194,8 @@ class Chart {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { family: style.font, size: 11, color: style.ink },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: style.soft, activecolor: style.ink },
       hoverlabel: { bgcolor: style.card, bordercolor: style.rule, font: { size: 11, color: style.ink, family: style.font } },
-      xaxis: { ...axis, nticks: 6, tickformat: "d", hoverformat: "d", unifiedhovertitle: { text: "step %{x}" }, autorangeoptions: { include: [1, 10] } },
-      yaxis: { ...axis, nticks: 4, showgrid: true, gridcolor: style.grid, tickformat: this.card.share ? ".0%" : "", exponentformat: "power",
+      xaxis: { ...axis, nticks: 8, tickformat: "d", hoverformat: "d", spikecolor: style.soft, spikethickness: 1, spikedash: "solid", unifiedhovertitle: { text: "step %{x}" }, autorangeoptions: { include: [1, 10] } },
+      yaxis: { ...axis, nticks: 5, showgrid: true, gridcolor: style.grid, tickformat: this.card.share ? ".0%" : "", exponentformat: "power",
         ...(this.card.share ? { range: [0, 1.02], fixedrange: true } : {}) },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
       shapes: steps.map((step) => ({ type: "line", xref: "x", yref: "paper", x0: step, x1: step, y0: 0, y1: 1, line: { color: style.colors.violet, width: 1.2, dash: "4px,4px" } })),

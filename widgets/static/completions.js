@@ -114,7 +114,10 @@ class Completions {
     for (const row of this.rows) {
       for (const name of names) this.best[name] = Math.max(this.best[name] ?? 0, Math.abs(row.scores[name]?.[0] ?? 0));
     }
-    say(this.prompt, this.prompts[this.group]);
+    if (this.prompt.textContent !== this.prompts[this.group]) {
+      say(this.prompt, this.prompts[this.group]);
+      this.prompt.scrollTop = this.prompt.scrollHeight; // the question stands at the end
+    }
     const heading = (text, title, number) => h("th", { scope: "col", title, class: number && "gk-number" }, text);
     this.head.replaceChildren(heading("answer", "the completion, as the model wrote it"),
       ...names.map((name) => heading(name, `reward function, weight ${number(this.weights?.[name])}`)),

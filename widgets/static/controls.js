@@ -89,30 +89,34 @@ class Knobs {
       this.fields.replaceChildren(...wanted.map((one) => this.field(...one)));
     }
     for (const [field, name, , , value] of wanted) {
-      const one = this.inputs.get(`${field}/${name}`);
-      one.input.disabled = OVER.has(state);
+      const one = this.inputs.get(`${field}/${name}`), { input } = one;
+      input.disabled = OVER.has(state);
+      one.now = value;
       // What is being typed, or was refused and still stands there, is not overwritten.
-      if (value !== one.value && document.activeElement !== one.input) { one.value = value; one.input.value = short(value); this.problem(field, name, ""); }
+      if (value === one.shown || one.refused || document.activeElement === input) continue;
+      one.shown = value;
+      input.value = short(value);
     }
     if (OVER.has(state)) say(this.hint, "the run is over: nothing to change");
-    else if (!this.said) say(this.hint, "changes apply from the next step");
+    else say(this.hint, "changes apply from the next step");
   }
 
   field(field, name, label, title, value) {
     const input = h("input", { type: "text", inputmode: "decimal", autocomplete: "off", spellcheck: "false", "aria-label": label, title, value: short(value) });
     const problem = h("span", { class: "gk-problem", role: "alert", hidden: true });
-    const one = { input, problem, value };
+    const one = { input, problem, shown: value, now: value };
     input.addEventListener("change", () => {
       this.problem(field, name, "");
-      one.value = null; // whatever the run says next is shown
+      if (input.value === short(one.now)) return;
+      one.shown = undefined; // whatever the run says next is shown
       this.send({ type: "set", field, name, value: input.value.trim() });
     });
     input.addEventListener("keydown", (event) => {
       event.stopPropagation(); // the notebook's shortcuts are not meant
-      if (event.key === "Enter") input.blur();
-      if (event.key === "Escape") { one.value = null; this.problem(field, name, ""); input.value = input.defaultValue; input.blur(); }
+      if (event.key === "Escape") { input.value = short(one.now); this.problem(field, name, ""); }
+      if (event.key === "Escape" || event.key === "Enter") input.blur();
     });
-    input.addEventListener("focus", () => { input.defaultValue = input.value; input.select(); });
+    input.addEventListener("focus", () => input.select());
     this.inputs.set(`${field}/${name}`, one);
     return h("label", { title }, h("span", {}, label, field === "weight" ? " ×" : ""), input, problem);
   }
@@ -120,9 +124,10 @@ class Knobs {
   problem(field, name, text) {
     const one = this.inputs.get(`${field}/${name ?? null}`);
     if (!one) return;
+    one.refused = Boolean(text);
     say(one.problem, text);
-    show(one.problem, Boolean(text));
-    one.input.setAttribute("aria-invalid", String(Boolean(text)));
+    show(one.problem, one.refused);
+    one.input.setAttribute("aria-invalid", String(one.refused));
   }
 }
 

@@ -7,12 +7,13 @@ const HEARTBEAT_MS = 5000; // asks so often whatever is pushed, which tells the 
 const LOST_MS = 5000; // an answer that took longer was lost
 const LAG_MS = 2500; // from here on the panel says that it waits
 const PLOTLY_LOST_MS = 20000;
-const DRAW_MS = 250; // charts are drawn at most so often
+const DRAW_MS = 250; // charts are drawn at most so often,
+const DRAW_SHARE = 0.2; // and with many steps so seldom that drawing takes no more of the time than this
 
 function render({ model, el }) {
   const rows = [], events = [];
   let status, epoch = -1, completionsStep = 0;
-  let heard = 0, asked = -Infinity, waiting = false, drawnAt = 0, frame = 0;
+  let heard = 0, asked = -Infinity, waiting = false, drawAt = 0, frame = 0;
 
   const send = (message) => model.send({ ...message, ...have() });
   const have = () => ({ since: rows.at(-1)?.step ?? 0, events_since: events.at(-1)?.id ?? 0, completions_step: completionsStep, epoch });
@@ -76,11 +77,13 @@ function render({ model, el }) {
     if (frame || !Plotly || document.hidden || !root.isConnected) return;
     frame = requestAnimationFrame(() => {
       frame = 0;
-      const early = DRAW_MS - (performance.now() - drawnAt);
+      const start = performance.now(), early = drawAt - start;
       if (early > 0) { frame = setTimeout(() => { frame = 0; schedule(); }, early); return; }
       style ??= styleOf(root);
       charts.forEach((chart) => chart.draw(Plotly, rows, events, style));
-      drawnAt = performance.now();
+      const end = performance.now();
+      drawAt = end + Math.max(DRAW_MS, (end - start) / DRAW_SHARE);
+      root.dataset.drawMs = Math.round(end - start);
     });
   };
 
