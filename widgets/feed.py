@@ -57,7 +57,7 @@ class Feed:
         self.events += self.run.record.events(since=self.last_event)
         if (self.epoch, self.last_step) != before:
             self.completions = self.run.record.completions()
-            self.warnings = warnings.find(self.rows, self.completions)
+        self.warnings = warnings.find(self.rows, self.completions, self.events)
 
     def _read_steps(self) -> None:
         if not self.rows:

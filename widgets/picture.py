@@ -27,15 +27,15 @@ _STYLE = (Path(__file__).parent / "static" / "picture.css").read_text(encoding="
 def picture(record_or_run: Any) -> str:
     """HTML of a run's header line, warnings, curves and last completions. Takes a `Run` or a `Record`."""
     record = record_of(record_or_run)
-    rows, completions = record.steps(), record.completions()
-    steps, event_marks = [row["step"] for row in rows], marks(record.events())
+    rows, completions, events = record.steps(), record.completions(), record.events()
+    steps, event_marks = [row["step"] for row in rows], marks(events)
     parts = [
         f'<div class="gkp"><style>{_STYLE}</style>',
         _header(record_or_run, rows),
         '<div class="cards">',
         *(_card(card, steps, event_marks) for card in cards(rows)),
         "</div>",
-        *(_warning(warning) for warning in find(rows, completions)),
+        *(_warning(warning) for warning in find(rows, completions, events)),
         *_groups(completions, reward_names(rows)),
         "</div>",
     ]

@@ -19,6 +19,8 @@ RECENT = 5  # steps that a share is averaged over
 TRUNCATED_SHARE = 0.5
 DEAD_GROUPS_SHARE = 0.5
 FAILING_SHARE = 0.02
+WRITTEN_STEPS = 10  # steps that a warning of the training itself stays up
+WRITTEN_MOST = 3  # of those, the newest
 
 # Reasons that say the reward function misbehaved; "not applicable" and "unparseable" are its answers.
 _REMEDY = {
@@ -39,13 +41,14 @@ class Warn:
     todo: str
 
 
-def find(rows: list[Row], completions: list[Row]) -> list[dict[str, str]]:
+def find(rows: list[Row], completions: list[Row], events: list[Row]) -> list[dict[str, str]]:
     """The warnings that hold after the last of `rows`, worst first, ready for JSON.
 
-    `rows` are metrics rows in step order, `completions` the completion rows of the last step.
+    `rows` are metrics rows in step order, `completions` the completion rows of the last step; of `events`
+    the warnings that the training itself wrote in the last steps are passed on.
     """
     found = [*_failing(completions), *_dead_rewards(rows), *_truncated(rows), *_dead_groups(rows, completions)]
-    return [asdict(warn) for warn in found]
+    return [asdict(warn) for warn in [*_written(rows, events), *found]]
 
 
 def reward_names(rows: list[Row]) -> list[str]:
@@ -55,6 +58,15 @@ def reward_names(rows: list[Row]) -> list[str]:
 
 def _is_reward(key: str) -> bool:
     return key.startswith("rewards/") and not key.endswith("/none")
+
+
+def _written(rows: list[Row], events: list[Row]) -> list[Warn]:
+    since = (rows[-1]["step"] if rows else 0) - WRITTEN_STEPS
+    fresh = [event for event in events if event["kind"] == "warning" and (event["step"] or 0) > since]
+    return [
+        Warn(f"event/{event['id']}", f"Warning at step {event['step'] or 0}.", event["text"], "")
+        for event in fresh[-WRITTEN_MOST:]
+    ]
 
 
 def _failing(completions: list[Row]) -> list[Warn]:

@@ -148,7 +148,10 @@ class Notebook:
         self.page, self.lab, self.name = page, lab, name
 
     def open(self) -> None:
-        self.page.goto(f"{self.lab.url}/lab/tree/{self.name}", wait_until="domcontentloaded")
+        # A workspace of its own: the default one would open every earlier notebook again.
+        workspace = Path(self.name).stem
+        url = f"{self.lab.url}/lab/workspaces/{workspace}/tree/{self.name}"
+        self.page.goto(url, wait_until="domcontentloaded")
         self.page.wait_for_function(KERNEL_IS_IDLE, timeout=PATIENCE)
 
     def run(self, index: int, wait: bool = True, timeout: int = PATIENCE) -> None:

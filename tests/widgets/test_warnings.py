@@ -2,9 +2,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_kit.widgets.warnings import find
+from grpo_kit.widgets import warnings
 
 Row = dict[str, Any]
+
+
+def find(rows: list[Row], completions: list[Row]) -> list[dict[str, str]]:
+    return warnings.find(rows, completions, events=[])
 
 
 def rows(count: int, **columns: Any) -> list[Row]:
@@ -98,3 +102,12 @@ def test_dead_groups_say_which_way_to_go() -> None:
 def test_dead_groups_when_every_answer_scores_zero() -> None:
     (warning,) = find(rows(5, dead_groups=1.0), [answer(0, 0.0), answer(1, 0.0)])
     assert "easier tasks" in warning["todo"]
+
+
+def test_warnings_of_the_training_are_passed_on_for_ten_steps() -> None:
+    event = {"id": 4, "step": 3, "kind": "warning", "text": "out of memory: micro-batch halved"}
+    note = {**event, "id": 5, "kind": "note"}
+    (warning,) = warnings.find(rows(12), [], [event, note])
+    assert (warning["key"], warning["title"]) == ("event/4", "Warning at step 3.")
+    assert warning["text"] == "out of memory: micro-batch halved"
+    assert warnings.find(rows(13), [], [event]) == []
