@@ -1,6 +1,6 @@
-"""From messages to token ids and back: chat template, end-of-sequence ids, padding. Knows the tokenizer, not the model.
+"""From messages to token ids and back: chat template and end-of-sequence ids. Knows the tokenizer, not the model.
 
-Padding is never recognised by its token id: the pad id may equal an end id, so masks alone say what is real.
+A pad token is never asked for: it may equal an end token or be missing, so masks alone say what is real.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Chat:
     """A tokenizer with the care that training needs.
 
     eos_ids: every id that ends an answer: the model's and the generation config's, and what the chat template puts
-             after the assistant's turn. pad_id: what fills a batch. notes: what had to be decided, in words.
+             after the assistant's turn. notes: what had to be decided, in words.
     """
 
     def __init__(self, tokenizer: Any, eos_ids: Iterable[int]):
@@ -33,7 +33,6 @@ class Chat:
             raise ValueError(
                 "neither the model nor its tokenizer names an end-of-sequence token: set tokenizer.eos_token first"
             )
-        self.pad_id = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(self.eos_ids))
         self.prefill = self._opened_tag()
         if self.prefill:
             self.notes.append(

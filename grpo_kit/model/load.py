@@ -53,7 +53,7 @@ def load_model(
         load_in_4bit=load_in_4bit,
         max_seq_length=max_seq_length,
         lora_rank=lora_rank,
-        lora_alpha=lora_alpha or lora_rank,
+        lora_alpha=lora_rank if lora_alpha is None else lora_alpha,
         dtype=dtype,
         fast_inference=fast_inference,
         engine=engine,
@@ -117,7 +117,7 @@ def _build(options: LoadOptions, path: str, found: str, config: Any) -> Model:
     notes.append(
         ("adapter", f"LoRA rank {options.lora_rank}, {adapter / 1e6:.1f} M weights in float32", "all linear layers")
     )
-    engine = TransformersEngine(adapted, eos_ids=chat.eos_ids, pad_id=chat.pad_id, decode=chat.decode)
+    engine = TransformersEngine(adapted, eos_ids=chat.eos_ids, decode=chat.decode)
     return Model(adapted, chat, engine, precision, options, notes)
 
 

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class ModelLock:
-    """A reentrant lock whose long-time holder can let the others in: `with lock: …; lock.give_way(); …`.
+    """A reentrant lock that is handed on in the order of arrival: `with lock: …; lock.give_way(); …`.
 
-    A plain lock released and taken again at once would starve the waiter; whoever waits when `give_way` is called goes
-    first.
+    A plain lock released and taken again at once would starve the waiter; here whoever came first goes first, the
+    training loop included.
     """
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._owner: int | None = None
         self._depth = 0
-        self._waiting = 0
+        self._queue: deque[object] = deque()
 
     def __enter__(self) -> None:
         with self._condition:
             if self._owner != threading.get_ident():
-                self._waiting += 1
-                try:
-                    self._take(depth=0)
-                finally:
-                    self._waiting -= 1
-                    self._condition.notify_all()
+                self._take(depth=0)
             self._depth += 1
 
     def __exit__(self, *error: object) -> None:
@@ -40,10 +36,8 @@ class ModelLock:
     def give_way(self) -> None:
         """Called by the holder: let those who wait now have their turn, then go on."""
         with self._condition:
-            if self._waiting:
-                depth = self._give_up()
-                self._condition.wait_for(lambda: not self._waiting)
-                self._take(depth)
+            if self._queue:
+                self._take(self._give_up())
 
     @contextmanager
     def released(self) -> Iterator[None]:
@@ -57,8 +51,14 @@ class ModelLock:
                 self._take(depth)
 
     def _take(self, depth: int) -> None:
-        self._condition.wait_for(lambda: self._owner is None)
-        self._owner, self._depth = threading.get_ident(), depth
+        ticket = object()
+        self._queue.append(ticket)
+        try:
+            self._condition.wait_for(lambda: self._owner is None and self._queue[0] is ticket)
+            self._owner, self._depth = threading.get_ident(), depth
+        finally:  # an interrupted waiter leaves the queue, and those behind it move up
+            self._queue.remove(ticket)
+            self._condition.notify_all()
 
     def _give_up(self) -> int:
         depth, self._owner, self._depth = self._depth, None, 0

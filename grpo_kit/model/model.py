@@ -148,7 +148,7 @@ class Model:
             self.stop_run()
         with self.lock:
             self._module = None
-            del self.engine
+            self.__dict__.pop("engine", None)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -185,10 +185,11 @@ class Model:
     @contextmanager
     def adapter_set(self, on: bool) -> Iterator[None]:
         """Within the block the model answers with its adapter, or as the untrained one."""
+        module = self.module
         if on:
             yield
         else:
-            with self.module.disable_adapter():
+            with module.disable_adapter():
                 yield
 
     def logprobs(

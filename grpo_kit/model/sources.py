@@ -84,6 +84,8 @@ def _readable(name: str, trust_remote_code: bool, local_files_only: bool) -> str
 
 def _hub_problem() -> str | None:
     """Ask for a connection once: the hub's own client retries for half a minute before it says that there is none."""
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy")):
         return None  # only the client knows how to go through a proxy
     address = urlsplit(constants.ENDPOINT)

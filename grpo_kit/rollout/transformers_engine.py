@@ -41,10 +41,9 @@ class TransformersEngine:
         module: PreTrainedModel | PeftModel,
         *,
         eos_ids: Collection[int],
-        pad_id: int,
         decode: Callable[[list[int]], str],
     ):
-        self.module, self.eos_ids, self.pad_id, self.decode = module, frozenset(eos_ids), pad_id, decode
+        self.module, self.eos_ids, self.decode = module, frozenset(eos_ids), decode
 
     def adapter_changed(self) -> None:
         """Nothing to do: the adapter sampled with is the one trained."""
@@ -91,12 +90,17 @@ class TransformersEngine:
         return [done[start : start + n] for start in range(0, len(done), n)]
 
     def _left_padded(self, prompt_ids: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Ids and attention mask [P, S], pads on the left so that every prompt ends in the last column."""
+        """Ids and attention mask [P, S], filled up on the left so that every prompt ends in the last column.
+
+        The filling is the prompt's own first id: the repetition penalty looks at ids, not at the mask, and must not
+        punish a token (the end, where it is the pad too) that the prompt does not hold.
+        """
         longest = max(map(len, prompt_ids))
         device = next(self.module.parameters()).device
-        ids = torch.full((len(prompt_ids), longest), self.pad_id, device=device)
+        ids = torch.empty(len(prompt_ids), longest, dtype=torch.int64, device=device)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompt_ids):
+            ids[row, : longest - len(prompt)] = prompt[0]
             ids[row, longest - len(prompt) :] = torch.tensor(prompt, device=device)
             mask[row, longest - len(prompt) :] = 1
         return ids, mask
@@ -136,7 +140,8 @@ class TransformersEngine:
 
     def _stops(self, token_ids: list[int], stop: tuple[str, ...]) -> bool:
         """Whether a stop string ended just now: looked for in the last tokens only, enough to hold the longest one."""
-        tail = self.decode(token_ids[-max(STOP_TAIL_TOKENS, *map(len, stop)) :])
+        opened = self.decode([])  # what decode puts in front of every answer was not sampled and stops nothing
+        tail = self.decode(token_ids[-max(STOP_TAIL_TOKENS, *map(len, stop)) :])[len(opened) :]
         return any(text in tail for text in stop)
 
     def _finished(self, row: _Row) -> Completion:
