@@ -19,6 +19,7 @@ from grpo_kit.model import Model
 from grpo_kit.training.update import Updater
 
 KEEP = 2
+REPLACED = ".replaced"
 
 
 def save_checkpoint(run_dir: Path, step: int, model: Model, updater: Updater, state: dict[str, Any]) -> Path:
@@ -29,7 +30,8 @@ def save_checkpoint(run_dir: Path, step: int, model: Model, updater: Updater, st
     """
     folder = run_dir / "checkpoints" / f"step-{step:06d}"
     unfinished = folder.with_suffix(".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    for left in folder.parent.glob("*.unfinished"):
+        shutil.rmtree(left)
     unfinished.mkdir(parents=True)
     # The hub need not be asked whether the vocabulary grew: embeddings are never trained.
     model.module.save_pretrained(str(unfinished), save_embedding_layers=False)
@@ -37,8 +39,7 @@ def save_checkpoint(run_dir: Path, step: int, model: Model, updater: Updater, st
     save_file(tensors, unfinished / "optimizer.safetensors")
     whole = {"step": step, "optimizer": numbers, "scaler": updater.scaler.state_dict(), **state}
     (unfinished / "state.json").write_text(json.dumps(whole, indent=1))
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(unfinished, folder)
+    _put_in_place(unfinished, folder)
     for old in checkpoints(run_dir)[:-KEEP]:
         shutil.rmtree(old)
     return folder
@@ -46,7 +47,8 @@ def save_checkpoint(run_dir: Path, step: int, model: Model, updater: Updater, st
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """The finished checkpoints of a run, oldest first."""
-    return sorted(p for p in (run_dir / "checkpoints").glob("step-*") if not p.suffix)
+    found = (run_dir / "checkpoints").glob("step-*")
+    return sorted(p for p in found if not p.suffix or (p.suffix == REPLACED and not p.with_suffix("").exists()))
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -68,6 +70,16 @@ def load_checkpoint(folder: Path, model: Model, updater: Updater) -> None:
     _restore_optimizer(updater, load_file(folder / "optimizer.safetensors"), read_state(folder)["optimizer"])
     updater.scaler.load_state_dict(read_state(folder)["scaler"])
     model.engine.adapter_changed()
+
+
+def _put_in_place(unfinished: Path, folder: Path) -> None:
+    """Rename; a checkpoint of the same step is moved aside first and counts until the new one is there."""
+    replaced = folder.with_suffix(REPLACED)
+    if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(folder, replaced)
+    os.replace(unfinished, folder)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _optimizer_state(updater: Updater) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

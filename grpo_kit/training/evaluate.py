@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from grpo_kit.data import check_lengths
 from grpo_kit.model import Model
 from grpo_kit.rewards import RewardSet, ScoreTable
 from grpo_kit.rollout import Sampling
@@ -46,17 +47,19 @@ def evaluate(
 ) -> Evaluation:
     """Answer every prompt of `data` greedily with the current adapter (or without) and score the answers.
 
-    May be called while a run trains; it takes its turn. Raises ValueError for rewards whose columns are missing.
+    May be called while a run trains; it takes its turn. Raises ValueError for rewards whose columns are missing and
+    for prompts that leave no room for an answer.
     """
     reward_set = rewards if isinstance(rewards, RewardSet) else RewardSet(rewards)
     reward_set.check_columns([name for name in data.column_names if name != "prompt"])
+    token_ids = check_lengths(data, model, max_completion_length)
     rows = [dict(row) for row in data]
     prompts = [row.pop("prompt") for row in rows]
     sampling = Sampling(max_tokens=max_completion_length, temperature=0)
     completions = []
-    for start in range(0, len(prompts), BATCH):
-        ids = [model.encode(prompt) for prompt in prompts[start : start + BATCH]]
-        completions += [group[0] for group in model.complete(ids, sampling, adapter=adapter)]
+    for start in range(0, len(token_ids), BATCH):
+        groups = model.complete(token_ids[start : start + BATCH], sampling, adapter=adapter)
+        completions += [group[0] for group in groups]
     texts = [completion.text for completion in completions]
     table = reward_set.score(prompts, texts, rows, [completion.token_ids for completion in completions])
     means = {name: _mean([score.value for score in table.column(name)]) for name in table.names}

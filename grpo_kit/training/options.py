@@ -3,7 +3,8 @@ one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
 from grpo_kit.algorithms import get_algorithm
 from grpo_kit.algorithms.advantages import SCALES
@@ -45,6 +46,7 @@ class TrainOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self._check_types()
         get_algorithm(self.algorithm)
         for name, least in _AT_LEAST.items():
             value = getattr(self, name)
@@ -61,6 +63,16 @@ class TrainOptions:
             )
         self.sampling(seed=0)  # checks the sampling options
 
+    def _check_types(self) -> None:
+        for field in fields(self):
+            kind, value = str(field.type).split(" | ")[0], getattr(self, field.name)
+            if value is None and str(field.type).endswith("None"):
+                continue
+            types, words = _TYPES[kind]
+            fits = isinstance(value, types) and (kind == "bool" or not isinstance(value, bool))
+            if not fits or (kind == "float" and not math.isfinite(value)):
+                raise ValueError(f"{field.name} must be {words}, got {value!r}")
+
     def sampling(self, seed: int) -> Sampling:
         """How a step's completions are drawn."""
         return Sampling(
@@ -73,6 +85,13 @@ class TrainOptions:
             seed=seed,
         )
 
+
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a finite number"),
+    "bool": ((bool,), "True or False"),
+    "str": ((str,), "a name"),
+}
 
 _AT_LEAST: dict[str, float] = {
     "steps": 1,

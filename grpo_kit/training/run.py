@@ -6,6 +6,7 @@ over.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import traceback
@@ -20,6 +21,8 @@ from grpo_kit.rewards import RewardSet, ScoreTable
 from grpo_kit.store import Record
 from grpo_kit.training.checkpoint import save_checkpoint
 from grpo_kit.training.options import Setting, TrainOptions
+from grpo_kit.training.recall import describe
+from grpo_kit.training.run_lock import RunLock
 from grpo_kit.training.step import Prompts, Stepper
 
 if TYPE_CHECKING:
@@ -53,22 +56,28 @@ class Run:
         settings: list[Setting],
         record: Record,
         directory: Path,
+        lock: RunLock,
     ):
         self.model, self.rewards, self.options, self.settings = model, rewards, options, settings
         self.record, self.directory, self.name = record, directory, directory.name
         self.steps, self.step, self.state = options.steps, 0, "starting"
         self.error: str | None = None
+        self._lock = lock
         self._stepper = Stepper(model, prompts, rewards, options, record, self._clock)
         self._elapsed_before = 0.0
         self._paused_seconds = 0.0
+        self._paused_at: float | None = None
         self._started: float | None = None
         self._ended: float | None = None
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards every field by which threads speak to each other
         self._pause_asked = self._stop_asked = self._checkpoint_asked = False
-        self._learning_rate: float | None = None
-        self._weights: dict[str, float] = {}
+        self._learning_rate = options.learning_rate
+        self._new_learning_rate: float | None = None
+        self._new_weights: dict[str, float] = {}
         self._reported: set[tuple[str, str]] = set()
         self._subscribers: list[Callable[[], None]] = []
+        self._resumed = False
+        self._done = threading.Event()
         self._thread = threading.Thread(target=self._main, name=f"grpo-kit {self.name}", daemon=True)
 
     # ---- what a person or a panel says ----
@@ -91,18 +100,19 @@ class Run:
 
     def set_learning_rate(self, value: float) -> None:
         """From the next step on. Raises ValueError unless it is a number above 0."""
-        if not 0 < float(value) < float("inf"):
-            raise ValueError(f"the learning rate must be above 0, got {value}")
-        self._say("_learning_rate", float(value))
+        if not _is_finite(value) or value <= 0:
+            raise ValueError(f"the learning rate must be a number above 0, got {value!r}")
+        self._say("_new_learning_rate", float(value))
 
     def set_weight(self, name: str, value: float) -> None:
         """The weight of a reward, from the next step on. Raises ValueError for an unknown name or a value that is
         no number."""
         if name not in self.rewards.names:
             raise ValueError(f"there is no reward named {name!r}; there are {', '.join(self.rewards.names)}")
-        if not abs(float(value)) < float("inf"):
-            raise ValueError(f"a weight must be a finite number, got {value}")
-        self._say("_weights", {**self._weights, name: float(value)})
+        if not _is_finite(value):
+            raise ValueError(f"a weight must be a finite number, got {value!r}")
+        with self._changed:
+            self._new_weights[name] = float(value)
 
     def wait(self, timeout: float | None = None) -> None:
         """Show a progress bar until the run ends, or for `timeout` seconds. Interrupting only stops the waiting.
@@ -110,26 +120,30 @@ class Run:
         Raises RunFailed if the run failed.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        with tqdm(total=self.steps, initial=self.step, unit="step", desc=self.name) as bar:
+        with tqdm(total=self.steps, initial=self.step, unit="step", desc="training") as bar:
             while self.alive and (end is None or time.monotonic() < end):
-                self._thread.join(0.2)
+                self._done.wait(0.2)
                 self._show(bar)
             self._show(bar)
         if self.state == "failed":
             raise RunFailed(f"the run {self.name} failed after step {self.step}:\n{self.error}")
 
     def _show(self, bar: tqdm) -> None:
-        bar.n = self.step
+        """Redraw when something is new, and only then: where a line can't be drawn over, each redraw is a new line."""
         last = self.record.steps(since=self.step - 1)
         reward = last[-1]["reward"] if last else None
-        bar.set_postfix_str(f"{self.state}" + ("" if reward is None else f", reward {reward:.2f}"), refresh=True)
+        words = self.state + ("" if reward is None else f", reward {reward:.2f}")
+        if (bar.n, bar.postfix) != (self.step, words):
+            bar.n = self.step
+            bar.set_postfix_str(words)
 
     # ---- what a person or a panel sees ----
 
     @property
     def alive(self) -> bool:
-        """Whether the training thread is still there."""
-        return self._thread.is_alive()
+        """Whether the training thread is still at work."""
+        # Thread.is_alive() can't be asked: up to Python 3.12 an interrupted join() leaves it False for ever.
+        return self._thread.ident is not None and not self._done.is_set()
 
     @property
     def elapsed(self) -> float:
@@ -140,8 +154,9 @@ class Run:
 
     def knobs(self) -> dict[str, Any]:
         """What can be turned while the run goes on, as it stands (changes asked for included)."""
-        rate = self._learning_rate or self._stepper.updater.optimizer.param_groups[0]["lr"]
-        return {"learning_rate": rate, "weights": {**self.rewards.weights, **self._weights}}
+        with self._changed:
+            rate = self._new_learning_rate or self._learning_rate
+            return {"learning_rate": rate, "weights": {**self.rewards.weights, **self._new_weights}}
 
     @property
     def metrics(self) -> pandas.DataFrame:
@@ -159,7 +174,7 @@ class Run:
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Have `callback()` called from the training thread after each step, event and change of state; it must be
-        quick and must not raise. Returns the function that ends it."""
+        quick. One that raises is not called again, and a warning says so. Returns the function that ends it."""
         self._subscribers.append(callback)
         return lambda: self._subscribers.remove(callback) if callback in self._subscribers else None
 
@@ -190,21 +205,28 @@ class Run:
 
     # ---- the training thread ----
 
-    def start(self, after_step: int = 0, elapsed: float = 0.0) -> None:
-        """Begin after `after_step` finished steps. Called once, by `train` and `resume`."""
-        self.step, self._elapsed_before = after_step, elapsed
+    def start(self) -> None:
+        """Begin a new run. Called once, by `train`."""
         self.model.stop_run = self._stop_and_wait
         self._thread.start()
+
+    def start_after(self, step: int, elapsed: float, learning_rate: float) -> None:
+        """Go on after `step` finished steps that took `elapsed` seconds. Called once, by `resume`."""
+        self.step, self._elapsed_before, self._resumed = step, elapsed, True
+        self._learning_rate = learning_rate
+        self._stepper.updater.set_learning_rate(learning_rate)
+        self.start()
 
     def _stop_and_wait(self) -> None:
         self.stop()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._done.wait()
 
     def _main(self) -> None:
         self._started = self._clock()
         try:
-            self._event("started" if self.step == 0 else "resumed", f"from step {self.step + 1} of {self.steps}")
+            todo = f"from step {self.step + 1} of {self.steps}" if self.step < self.steps else "all steps are made"
+            self._event("resumed" if self._resumed else "started", todo, self.knobs())
             self._set_state("running")
             with self.model.lock:
                 self._loop()
@@ -215,13 +237,16 @@ class Run:
             self._end("failed", f"{type(error).__name__}: {error}")
         else:
             self._end("finished", f"{self.step} steps")
+        finally:
+            self._done.set()
 
     def _loop(self) -> None:
-        if self.step == 0:
+        if not self._resumed:
             self._save_checkpoint()  # so that a run killed in its first steps starts from the same adapter again
         while self.step < self.steps:
-            self._take_changes()
             try:
+                self._pause_point()  # before the changes, so that what is changed in a pause between steps counts
+                self._take_changes()
                 table = self._stepper.step(self.step + 1, self._pause_point)
             except BaseException as error:
                 self._stepper.updater.forget_gradients()
@@ -241,37 +266,44 @@ class Run:
         if self._stop_asked:
             self._set_state("stopping")
             raise _StopAsked
-        if self._checkpoint_asked:
-            self._checkpoint_asked = False
-            self._save_checkpoint()
+        self._save_checkpoint_if_asked()
         self.model.lock.give_way()
 
     def _hold(self) -> None:
-        began = time.monotonic()
+        with self._changed:
+            self._paused_at = time.monotonic()
         self._event("paused", f"in step {self.step + 1}")
         self._set_state("paused")
         while self._pause_asked and not self._stop_asked:
-            if self._checkpoint_asked:
-                self._checkpoint_asked = False
-                self._save_checkpoint()
+            self._save_checkpoint_if_asked()
             with self.model.lock.released(), self._changed:
                 self._changed.wait_for(lambda: not self._pause_asked or self._stop_asked or self._checkpoint_asked)
-        self._paused_seconds += time.monotonic() - began
-        self._event("resumed", f"in step {self.step + 1}")
-        self._set_state("running")
+        with self._changed:
+            self._paused_seconds += time.monotonic() - self._paused_at
+            self._paused_at = None
+        if not self._stop_asked:
+            self._event("resumed", f"in step {self.step + 1}")
+            self._set_state("running")
 
     def _take_changes(self) -> None:
         """Before each step: new learning rate, new weights, and rewards whose cell was rerun."""
-        rate, weights = self._learning_rate, self._weights
-        self._learning_rate, self._weights = None, {}
         upcoming = self.step + 1
+        with self._changed:
+            rate, weights = self._new_learning_rate, self._new_weights
+            self._new_learning_rate, self._new_weights = None, {}
+            if rate is not None:
+                self._learning_rate = rate
+                self._stepper.updater.set_learning_rate(rate)
+            for name, value in weights.items():
+                self.rewards.set_weight(name, value)
+        edited = self.rewards.refresh()
+        if rate is not None or weights or edited:
+            self.record.write_run({"knobs": self.knobs(), "rewards": describe(self.rewards)})
         if rate is not None:
-            self._stepper.updater.set_learning_rate(rate)
             self._event("option changed", f"learning rate {rate:g}", {"learning_rate": rate}, upcoming)
         for name, value in weights.items():
-            self.rewards.set_weight(name, value)
             self._event("option changed", f"weight of {name} {value:g}", {"weight": {name: value}}, upcoming)
-        for name in self.rewards.refresh():
+        for name in edited:
             self._reported = {known for known in self._reported if known[0] != name}
             source = next(reward.source for reward in self.rewards.rewards if reward.name == name)
             self._event("reward edited", f"{name} edited", {"name": name, "source": source}, upcoming)
@@ -288,25 +320,39 @@ class Run:
                     "warning",
                     f"{name}: {reason} in {len(failed)} of {len(table.scores)} answers. {failed[0].detail}".strip(),
                 )
-                self._pause_asked |= self.options.on_reward_error == "pause"
+                if self.options.on_reward_error == "pause":
+                    self.pause()
 
     def _save_checkpoint(self) -> None:
-        state = {"elapsed": self.elapsed, "weights": self.rewards.weights}
-        save_checkpoint(self.directory, self.step, self.model, self._stepper.updater, state)
+        save_checkpoint(self.directory, self.step, self.model, self._stepper.updater, {"elapsed": self.elapsed})
         self._event("checkpoint", f"after step {self.step}")
 
+    def _save_checkpoint_if_asked(self) -> None:
+        with self._changed:
+            asked, self._checkpoint_asked = self._checkpoint_asked, False
+        if asked:
+            self._save_checkpoint()
+
     def _end(self, state: str, text: str) -> None:
+        """Give everything back; by the time the state says that the run has ended, another one may begin."""
         self._ended = self._clock()
+        del self._stepper  # the optimizer's memory; the notebook may keep this object for long
+        try:
+            self._event(state, text)
+        except Exception:  # a full disk, say: the event is lost, but not the run's end
+            state, self.error = "failed", self.error or traceback.format_exc()
         if self.model.stop_run == self._stop_and_wait:
             self.model.stop_run = None
-        self._event(state, text)
+        self._lock.release()
         self._set_state(state)
         self.record.close()
 
     # ---- small things ----
 
     def _clock(self) -> float:
-        return time.monotonic() - self._paused_seconds
+        """Seconds that stand still while the run is paused."""
+        with self._changed:
+            return (self._paused_at or time.monotonic()) - self._paused_seconds
 
     def _say(self, field: str, value: Any) -> None:
         with self._changed:
@@ -323,4 +369,13 @@ class Run:
 
     def _tell(self) -> None:
         for callback in list(self._subscribers):
-            callback()
+            try:
+                callback()
+            except Exception as error:  # a panel's trouble is no reason to lose a run
+                if callback in self._subscribers:
+                    self._subscribers.remove(callback)
+                self._event("warning", f"a subscriber was dropped: {type(error).__name__}: {error}")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

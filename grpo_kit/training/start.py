@@ -6,10 +6,11 @@ import difflib
 import importlib.metadata
 import platform
 import re
-import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import asdict, fields
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,13 @@ import torch
 
 from grpo_kit.data import check_lengths
 from grpo_kit.model import Model, load_model
-from grpo_kit.rewards import Reward, RewardSet, from_spec
+from grpo_kit.rewards import Reward, RewardSet
 from grpo_kit.store import Record
 from grpo_kit.training.checkpoint import checkpoints, load_checkpoint, read_state
-from grpo_kit.training.options import TrainOptions, derive
+from grpo_kit.training.options import Setting, TrainOptions, derive
+from grpo_kit.training.recall import describe, recall_weights, rewards_again
 from grpo_kit.training.run import Run
+from grpo_kit.training.run_lock import RunLock, refuse_if_elsewhere
 from grpo_kit.training.step import Prompts
 
 if TYPE_CHECKING:
@@ -43,26 +46,32 @@ def train(model: Model, data: Dataset, rewards: Rewards, *, run_dir: str | Path 
     computed, for options, columns or prompts that can't work.
     """
     chosen, settings = derive(_options(options), on_gpu=model.precision.device.type == "cuda")
-    reward_set = rewards if isinstance(rewards, RewardSet) else RewardSet(rewards)
+    reward_set = _reward_set(rewards)
     reward_set.check_columns([name for name in data.column_names if name != "prompt"])
     prompts = _prompts(data, model, chosen.max_completion_length)
+    directory = _new_directory(run_dir, model, chosen)
     if model.stop_run is not None:
         model.stop_run()
-    directory = _new_directory(run_dir, model, chosen)
-    data.to_parquet(str(directory / "data.parquet"))
-    record = Record(directory / "run.sqlite")
-    record.write_run(
-        {
-            "options": asdict(chosen),
-            "settings": [asdict(setting) for setting in settings],
-            "model": asdict(model.options),
-            "model_notes": model.notes,
-            "rewards": [_describe(reward) for reward in reward_set.rewards],
-            "versions": _versions(),
-            "hardware": _hardware(model),
-        }
-    )
-    run = Run(model, prompts, reward_set, chosen, settings, record, directory)
+    with ExitStack() as undo:
+        lock = RunLock(directory)
+        undo.callback(lock.release)
+        _write_data(data, directory / "data.parquet")
+        record = Record(directory / "run.sqlite")
+        undo.callback(record.close)
+        run = Run(model, prompts, reward_set, chosen, settings, record, directory, lock)
+        record.write_run(
+            {
+                "options": asdict(chosen),
+                "settings": [asdict(setting) for setting in settings],
+                "model": asdict(model.options),
+                "model_notes": model.notes,
+                "rewards": describe(reward_set),
+                "knobs": run.knobs(),
+                "versions": _versions(),
+                "hardware": _hardware(model),
+            }
+        )
+        undo.pop_all()
     run.start()
     return run
 
@@ -74,46 +83,58 @@ def resume(
 
     model:   the one loaded, or None to load the one that the run was made with.
     rewards: None rebuilds ready-made rewards and looks functions up by name in the notebook (rerun their cells first).
-    steps:   how many steps to end at, if not the number that the run began with.
+    steps:   how many steps to end at, if not the number that the run was to make.
 
-    Raises FileNotFoundError if the folder holds no run, ValueError if a reward can't be found or the model doesn't fit.
+    Learning rate and weights are those last in use, but for a weight that the rewards' definition gives anew. A run of
+    the same model that is still going is stopped cleanly first.
+
+    Raises FileNotFoundError if the folder holds no run, ValueError if a reward can't be found, the model doesn't fit
+    or another process is working on the run.
     """
-    directory = Path(run_dir)
+    directory = Path(run_dir).absolute()
     if not (directory / "run.sqlite").exists():
         raise FileNotFoundError(f"{directory} holds no run (no run.sqlite in it)")
-    record = Record(directory / "run.sqlite")
-    info = record.run_info()
+    _last_checkpoint(directory)
+    refuse_if_elsewhere(directory)
+    with ExitStack() as undo:
+        record = Record(directory / "run.sqlite")
+        undo.callback(record.close)
+        info = record.run_info()
+        reward_set = rewards_again(info["rewards"]) if rewards is None else _reward_set(rewards)
+        model = model or load_model(**info["model"])
+        if model.stop_run is not None:
+            model.stop_run()
+        lock = RunLock(directory)
+        undo.callback(lock.release)
+        info, checkpoint = record.run_info(), _last_checkpoint(directory)  # a run just stopped has left newer ones
+        state = read_state(checkpoint)
+        chosen = _options_again(info["options"], steps, state["step"])
+        data = _read_data(directory / "data.parquet")
+        reward_set.check_columns([name for name in data.column_names if name != "prompt"])
+        prompts = _prompts(data, model, chosen.max_completion_length)
+        settings = [Setting(**setting) for setting in info["settings"]]
+        run = Run(model, prompts, reward_set, chosen, settings, record, directory, lock)
+        with model.lock:
+            load_checkpoint(checkpoint, model, run._stepper.updater)
+        recall_weights(reward_set, info["rewards"], info["knobs"]["weights"])
+        record.forget_after(state["step"])
+        record.write_run({"options": asdict(chosen), "rewards": describe(reward_set)})
+        undo.pop_all()
+    run.start_after(state["step"], state["elapsed"], info["knobs"]["learning_rate"])
+    return run
+
+
+def _reward_set(rewards: Rewards) -> RewardSet:
+    return rewards if isinstance(rewards, RewardSet) else RewardSet(rewards)
+
+
+def _last_checkpoint(directory: Path) -> Path:
     found = checkpoints(directory)
     if not found:
         raise FileNotFoundError(
             f"{directory} holds no checkpoint: the run ended before its first one; start it anew with train"
         )
-    reward_set = (
-        _rewards_again(info["rewards"])
-        if rewards is None
-        else rewards
-        if isinstance(rewards, RewardSet)
-        else RewardSet(rewards)
-    )
-    if model is None:
-        model = load_model(**info["model"])
-    if model.stop_run is not None:
-        model.stop_run()
-    from datasets import Dataset
-
-    data = Dataset.from_parquet(str(directory / "data.parquet"))
-    chosen, settings = derive(_options_again(info["options"], steps), on_gpu=model.precision.device.type == "cuda")
-    prompts = _prompts(data, model, chosen.max_completion_length)
-    run = Run(model, prompts, reward_set, chosen, settings, record, directory)
-    with model.lock:
-        load_checkpoint(found[-1], model, run._stepper.updater)
-    state = read_state(found[-1])
-    for name, weight in state["weights"].items():
-        if name in reward_set.names:
-            reward_set.set_weight(name, weight)
-    record.forget_after(state["step"])
-    run.start(after_step=state["step"], elapsed=state["elapsed"])
-    return run
+    return found[-1]
 
 
 def _options(given: dict[str, Any]) -> TrainOptions:
@@ -128,43 +149,59 @@ def _options(given: dict[str, Any]) -> TrainOptions:
     return TrainOptions(**given)
 
 
-def _options_again(saved: dict[str, Any], steps: int | None) -> TrainOptions:
-    return TrainOptions(**{**saved, **({} if steps is None else {"steps": steps})})
+def _options_again(saved: dict[str, Any], steps: int | None, made: int) -> TrainOptions:
+    chosen = TrainOptions(**{**saved, **({} if steps is None else {"steps": steps})})
+    if chosen.steps < made:
+        raise ValueError(f"the run has made {made} steps already, so it can't end at {chosen.steps}")
+    return chosen
 
 
 def _prompts(data: Dataset, model: Model, max_completion_length: int) -> Prompts:
     token_ids = check_lengths(data, model, max_completion_length)
+    if not token_ids:
+        raise ValueError("the data has no rows")
     rows = [dict(row) for row in data]
     return Prompts([row.pop("prompt") for row in rows], token_ids, rows)
 
 
+# By pyarrow itself: datasets would show a progress bar of its own, and copy what it reads into its cache.
+
+
+def _write_data(data: Dataset, path: Path) -> None:
+    from pyarrow import parquet
+
+    parquet.write_table(data.with_format("arrow")[:], path)
+
+
+def _read_data(path: Path) -> Dataset:
+    from datasets import Dataset
+    from pyarrow import parquet
+
+    return Dataset(parquet.read_table(path))
+
+
 def _new_directory(run_dir: str | Path | None, model: Model, options: TrainOptions) -> Path:
-    if run_dir is None:
-        name = re.sub(r"[^\w.-]", "", Path(model.options.name_or_path).name)
-        run_dir = Path("runs") / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{name}_{options.algorithm}"
-    directory = Path(run_dir)
-    if (directory / "run.sqlite").exists():
-        raise ValueError(
-            f"{directory} holds a run already: go on with it by resume({str(directory)!r}), or choose another run_dir"
-        )
+    if run_dir is not None:
+        directory = Path(run_dir).absolute()
+        if _holds_a_run(directory):
+            raise ValueError(
+                f"{directory} holds a run already: go on with it by resume({str(run_dir)!r}), or choose another run_dir"
+            )
+    else:
+        model_name = re.sub(r"[^\w.-]", "", Path(model.options.name_or_path).name)
+        name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{model_name}_{options.algorithm}"
+        names = chain([name], (f"{name}_{n}" for n in count(2)))  # two runs may begin in the same second
+        directory = next(path for path in (Path("runs", name).absolute() for name in names) if not path.exists())
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
 
-def _describe(reward: Reward) -> dict[str, Any]:
-    return {"name": reward.name, "weight": reward.weight, "spec": reward.spec, "source": reward.source}
-
-
-def _rewards_again(described: list[dict[str, Any]]) -> RewardSet:
-    """Ready-made rewards from their recipe; the notebook's own by name. Recorded source code is never run."""
-    main = vars(sys.modules["__main__"])
-    missing = [d["name"] for d in described if not d["spec"] and d["name"] not in main]
-    if missing:
-        raise ValueError(
-            f"the run was made with reward functions that this notebook does not define yet: {', '.join(missing)}. "
-            "Rerun their cells (the run's record keeps their source), or pass rewards="
-        )
-    return RewardSet(*(from_spec(d["spec"]) if d["spec"] else main[d["name"]] for d in described))
+def _holds_a_run(directory: Path) -> bool:
+    """Whether there is anything to resume or to lose: a run that was killed before its first checkpoint has neither."""
+    if not (directory / "run.sqlite").exists():
+        return False
+    with closing(Record(directory / "run.sqlite")) as record:
+        return bool(checkpoints(directory)) or record.last_step() > 0
 
 
 def _versions() -> dict[str, str]:
