@@ -1,0 +1,84 @@
+"""What the tests of training share: quick options, a reward, an engine that can be watched, and ways to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from grpo_kit.model import Model
+from grpo_kit.rollout import Completion, Engine, Sampling
+from grpo_kit.training import Run
+
+QUICK: dict[str, Any] = {
+    "steps": 2,
+    "prompts_per_step": 2,
+    "num_generations": 3,
+    "max_completion_length": 6,
+    "learning_rate": 1e-3,
+    "tokens_per_micro_batch": 64,
+}
+
+
+def letters(completion: str) -> float:
+    """Varies between any two answers, and means nothing."""
+    return sum(map(ord, completion)) % 101 / 101
+
+
+class WatchedEngine:
+    """An engine that calls `on_token(step, token)`, both from 1, before each pause point between a step's tokens."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.name = engine, engine.name
+        self.on_token: Callable[[int, int], None] = lambda step, token: None
+        self.step = 0
+
+    def generate(
+        self,
+        prompt_ids: list[list[int]],
+        sampling: Sampling,
+        n: int = 1,
+        between_tokens: Callable[[], None] | None = None,
+    ) -> list[list[Completion]]:
+        if between_tokens is None:  # a question, not a rollout
+            return self.engine.generate(prompt_ids, sampling, n)
+        self.step += 1
+        token = 0
+
+        def watched() -> None:
+            nonlocal token
+            token += 1
+            self.on_token(self.step, token)
+            between_tokens()
+
+        return self.engine.generate(prompt_ids, sampling, n, watched)
+
+    def adapter_changed(self) -> None:
+        self.engine.adapter_changed()
+
+    def acquire(self) -> None:
+        self.engine.acquire()
+
+    def release(self) -> None:
+        self.engine.release()
+
+
+def adapter(model: Model) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.trainable().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def events(run: Run, kind: str) -> list[dict[str, Any]]:
+    return [event for event in run.record.events() if event["kind"] == kind]
+
+
+NOT_THE_SAME_TWICE = ("time", "seconds", "seconds_rollout", "seconds_reward", "seconds_update")
+
+
+def numbers(run: Run) -> list[dict[str, Any]]:
+    """All metrics but the times."""
+    return [{k: v for k, v in row.items() if k not in NOT_THE_SAME_TWICE} for row in run.record.steps()]

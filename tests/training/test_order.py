@@ -1,0 +1,54 @@
+"""Which rows a step takes, and how sequences share a micro-batch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from grpo_kit.training.order import micro_batches, rows_of_step
+
+
+@pytest.mark.parametrize("per_step", [1, 3, 10, 25])  # 3 and 25 do not divide the epoch of 10
+def test_every_epoch_visits_each_row_once(per_step):
+    drawn = [row for step in range(1, 31) for row in rows_of_step(step, 10, per_step, seed=4)]
+    for start in range(0, len(drawn) - 9, 10):
+        assert sorted(drawn[start : start + 10]) == list(range(10))
+
+
+def test_the_order_depends_on_seed_and_epoch_alone():
+    first = rows_of_step(1, 50, 50, seed=1)
+    assert first == rows_of_step(1, 50, 50, seed=1)
+    assert first != rows_of_step(1, 50, 50, seed=2)
+    assert first != rows_of_step(2, 50, 50, seed=1)
+    assert first != list(range(50))
+
+
+def test_how_a_run_is_cut_into_steps_does_not_change_the_order():
+    by_two = [row for step in range(1, 13) for row in rows_of_step(step, 7, 2, seed=0)]
+    assert by_two == [row for step in range(1, 5) for row in rows_of_step(step, 7, 6, seed=0)]
+
+
+def test_one_row_is_enough():
+    assert rows_of_step(3, 1, 4, seed=0) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("budget", [1, 30, 64, 200, 100_000])
+def test_micro_batches_hold_the_budget_with_padding_and_every_index_once(budget):
+    lengths = [random.Random(budget).randint(1, 60) for _ in range(40)]
+    batches = micro_batches(lengths, budget)
+    assert sorted(index for batch in batches for index in batch) == list(range(40))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= budget
+
+
+def test_a_sequence_longer_than_the_budget_goes_alone():
+    assert micro_batches([3, 50, 4], 10) == [[1], [2, 0]]
+
+
+def test_the_longest_come_first_and_equal_ones_in_order():
+    assert micro_batches([2, 5, 2, 5], 10) == [[1, 3], [0, 2]]
+
+
+def test_no_sequences_no_batches():
+    assert micro_batches([], 10) == []
