@@ -1,0 +1,178 @@
+"""`load_model`: one model in memory, number formats, checkpoints quantized already, options that can't work."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import bitsandbytes
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+import grpo_kit as gk
+from grpo_kit.model import Model
+from grpo_kit.model.load import load_model
+
+Tiny = Callable[..., Path]
+
+
+def in_4bit(model: Model) -> set[str]:
+    """The kinds of layers that hold 4-bit weights: "q_proj", "down_proj", …"""
+    return {
+        name.removesuffix(".base_layer").split(".")[-1]
+        for name, layer in model.causal_lm.named_modules()
+        if isinstance(layer, bitsandbytes.nn.Linear4bit)
+    }
+
+
+ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def letter_sum(completion: str) -> float:
+    """Differs between any two answers of a random model, so that there is something to learn."""
+    return sum(map(ord, completion)) / 1000
+
+
+def two_steps(model: Model, folder: Path) -> None:
+    """Train, and see that it can be: finite numbers, a changed adapter."""
+    before = {name: weight.detach().clone() for name, weight in model.trainable().items()}
+    run = gk.train(
+        model,
+        gk.data.arithmetic(2),
+        letter_sum,
+        run_dir=folder,
+        steps=2,
+        prompts_per_step=1,
+        num_generations=2,
+        max_completion_length=8,
+        learning_rate=1e-3,
+    )
+    run.wait(timeout=120)
+    assert run.state == "finished", run.error
+    assert all(row["sampler_gap"] < 1e-3 for row in run.record.steps())
+    assert any(not torch.equal(weight, before[name]) for name, weight in model.trainable().items())
+
+
+def test_nf4_keeps_embeddings_and_head_and_trains(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
+    model = load_model(str(tiny_checkpoint(tie=False)), load_in_4bit=True, max_seq_length=96, lora_rank=4)
+    assert in_4bit(model) == ALL
+    assert model.causal_lm.get_output_embeddings().weight.dtype == torch.float32
+    assert model.causal_lm.get_input_embeddings().weight.dtype == torch.float32
+    assert ("quantization", "NF4, blocks of 64", "load_in_4bit") in model.notes
+    two_steps(model, tmp_path / "run")
+
+
+@pytest.mark.parametrize("skipped", [None, ["lm_head", "down_proj"]], ids=["all", "some layers kept in 16 bits"])
+def test_a_checkpoint_that_is_quantized_already_is_taken_as_it_is(
+    skipped: list[str] | None, tiny_checkpoint: Tiny, tmp_path: Path
+) -> None:
+    plan = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,  # the machine it was made on had bf16; this one has not
+        llm_int8_skip_modules=skipped,
+    )
+    source, folder = tiny_checkpoint(tie=False), tmp_path / "quantized"
+    quantized = AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=plan, dtype=torch.float32, device_map={"": "cpu"}
+    )
+    quantized.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+
+    model = load_model(str(folder), load_in_4bit=True, max_seq_length=96, lora_rank=4)
+    assert in_4bit(model) == ALL - set(skipped or [])
+    layers = [x for x in model.causal_lm.modules() if isinstance(x, bitsandbytes.nn.Linear4bit)]
+    assert {layer.compute_dtype for layer in layers} == {torch.float32}
+    assert ("quantization", "as in the checkpoint", "it is quantized already") in model.notes
+    two_steps(model, tmp_path / "run")
+
+
+def test_the_same_call_returns_the_same_model_with_what_it_has_learned(
+    tiny_checkpoint: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = load_model(str(tiny_checkpoint()), load_in_4bit=False, max_seq_length=64, lora_rank=4)
+    with torch.no_grad():
+        for weight in first.trainable().values():
+            weight.fill_(0.5)
+    again = load_model(str(tiny_checkpoint()), load_in_4bit=False, max_seq_length=64, lora_rank=4)
+    assert again is first
+    assert all((weight == 0.5).all() for weight in again.trainable().values())
+    assert "loaded already" in capsys.readouterr().out
+
+
+def test_another_call_frees_the_first_model_and_its_object_says_so(tiny_checkpoint: Tiny) -> None:
+    first = load_model(str(tiny_checkpoint()), load_in_4bit=False, max_seq_length=64, lora_rank=4)
+    first.generate("a", max_tokens=2)
+    module, weight = weakref.ref(first.causal_lm), weakref.ref(first.causal_lm.get_input_embeddings().weight)
+    second = load_model(str(tiny_checkpoint()), load_in_4bit=False, max_seq_length=32, lora_rank=4)
+    gc.collect()
+    assert second is not first
+    assert module() is None and weight() is None
+    for use in (
+        lambda: first.generate("a", max_tokens=2),
+        lambda: first.generate("a", max_tokens=2, adapter=False),
+        lambda: first.save_adapter("nowhere"),
+        lambda: first.reset_adapter(),
+        lambda: first.module,
+    ):
+        with pytest.raises(RuntimeError, match="was unloaded when another one was loaded; use the new one"):
+            use()
+    assert not Path("nowhere").exists()
+    assert repr(first).endswith("unloaded>")
+    assert isinstance(second.generate("a", max_tokens=2), str)
+
+
+def test_a_live_run_is_stopped_before_its_model_is_freed(tiny_checkpoint: Tiny) -> None:
+    first = load_model(str(tiny_checkpoint()), load_in_4bit=False, max_seq_length=64, lora_rank=4)
+    log: list[bool] = []
+    first.stop_run = lambda: log.append(first.module is not None)
+    load_model(str(tiny_checkpoint()), load_in_4bit=False, max_seq_length=32, lora_rank=4)
+    assert log == [True]
+
+
+def test_a_call_that_cannot_work_leaves_the_loaded_model_alone(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
+    first = load_model(str(tiny_checkpoint()), load_in_4bit=False, max_seq_length=64, lora_rank=4)
+    with pytest.raises(FileNotFoundError):
+        load_model(str(tmp_path))
+    with pytest.raises(ValueError, match=r"max_seq_length=513 is more than .* was made for \(512 tokens\)"):
+        load_model(str(tiny_checkpoint()), max_seq_length=513)
+    assert isinstance(first.generate("a", max_tokens=2), str)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("lora_rank", 0, "lora_rank must be a whole number of at least 1, got 0"),
+        ("lora_rank", 2.5, "lora_rank must be a whole number"),
+        ("lora_alpha", 0, "lora_alpha must be a whole number of at least 1, got 0"),
+        ("max_seq_length", -1, "max_seq_length must be a whole number"),
+        ("engine", "fastest", "unknown engine 'fastest'"),
+        ("dtype", "fp4", "dtype must be one of"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_at_once(option: str, value: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_model("not/looked-for", **{option: value})
+
+
+def test_what_was_derived_is_in_the_notes(tiny_checkpoint: Tiny) -> None:
+    model = load_model(str(tiny_checkpoint(chat_template=None)), load_in_4bit=False, max_seq_length=64, lora_rank=4)
+    notes = {what: (value, reason) for what, value, reason in model.notes}
+    assert notes["precision"][0] == "float32 on cpu"
+    assert "no chat template" in notes["prompts"][1]
+    assert notes["engine"][0] == "transformers"
+    assert notes["adapter"][0].startswith("LoRA rank 4, ")
+    for what in notes:
+        assert what in repr(model)
+
+
+def test_bfloat16_on_request_has_a_float32_adapter(tiny_checkpoint: Tiny) -> None:
+    model = load_model(
+        str(tiny_checkpoint()), load_in_4bit=False, max_seq_length=96, lora_rank=4, dtype="bfloat16", lora_alpha=8
+    )
+    assert model.causal_lm.get_input_embeddings().weight.dtype == torch.bfloat16
+    assert {weight.dtype for weight in model.trainable().values()} == {torch.float32}
+    assert model.module.peft_config["default"].lora_alpha == 8
