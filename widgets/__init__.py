@@ -7,7 +7,7 @@ a panel reads the run's record and calls the run's own controls.
 from __future__ import annotations
 
 from .panel import Panel
-from .picture import picture
+from .picture import Picture, picture
 from .plot import plot
 
-__all__ = ["Panel", "picture", "plot"]
+__all__ = ["Panel", "Picture", "picture", "plot"]

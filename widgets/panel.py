@@ -39,8 +39,8 @@ class Panel(anywidget.AnyWidget):
 
     Messages from the front end: `poll` (since, events_since, completions_step, epoch), `plotly`,
     `completions` (step), `pause`, `resume`, `stop`, and `set` (field, name, value).
-    Messages to it: `rows` (see `Feed.message`), `plotly` (the script as a buffer), `completions`, and
-    `refused` (field, name, text) when the run would not take a value.
+    Messages to it: `rows` (see `Feed.message`), `plotly` (the script as a buffer), `completions`, and in
+    answer to `set` the same with `problem`, the words of a run that would not take the value.
     """
 
     _esm = _source("dom.js", "charts.js", "completions.js", "controls.js", "panel.js")
@@ -114,24 +114,27 @@ class Panel(anywidget.AnyWidget):
 
     def _control(self, kind: str | None, message: dict[str, Any]) -> None:
         controls = {"pause": self._run.pause, "resume": self._run.resume, "stop": self._run.stop}
-        try:
-            if kind in controls:
-                controls[kind]()
-            elif kind == "set":
-                self._set(message["field"], message.get("name"), message["value"])
-        except ValueError as error:
-            named = {key: message.get(key) for key in ("field", "name")}
-            self.send({"type": "refused", "text": str(error), **named})
+        if kind in controls:
+            controls[kind]()
+        elif kind == "set":
+            field, name = message["field"], message.get("name")
+            problem = self._set(field, name, message["value"])
+            self.send({"type": "set", "field": field, "name": name, "problem": problem})
 
-    def _set(self, field: str, name: str | None, text: str) -> None:
+    def _set(self, field: str, name: str | None, text: str) -> str:
+        """Hand a typed value to the run; returns why it would not take it, "" if it did."""
         try:
             value = float(text)
         except ValueError:
-            raise ValueError(f"“{text}” is not a number") from None
-        if field == "learning_rate":
-            self._run.set_learning_rate(value)
-        elif field == "weight":
-            self._run.set_weight(name, value)
+            return f"“{text}” is not a number"
+        try:
+            if field == "learning_rate":
+                self._run.set_learning_rate(value)
+            else:
+                self._run.set_weight(name, value)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def _answer(self, message: dict[str, Any]) -> None:
         with self._lock:

@@ -42,6 +42,16 @@ def picture(record_or_run: Any) -> str:
     return "".join(parts)
 
 
+class Picture:
+    """The picture as an object that a notebook displays: the run as it was when this was made."""
+
+    def __init__(self, record_or_run: Any) -> None:
+        self.html = picture(record_or_run)
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+
 def _header(record_or_run: Any, rows: list[Row]) -> str:
     step = rows[-1]["step"] if rows else 0
     asked = getattr(record_or_run, "steps", None)

@@ -143,7 +143,8 @@ def test_buttons_call_the_run(run: FakeRun) -> None:
 
 def test_edits_reach_the_run(run: FakeRun) -> None:
     panel = Wire(run)
-    (answer,) = panel.ask(type="set", field="learning_rate", value="1e-6")
+    taken, answer = panel.ask(type="set", field="learning_rate", value="1e-6")
+    assert taken == {"type": "set", "field": "learning_rate", "name": None, "problem": ""}
     assert run.learning_rate == 1e-6
     assert answer["status"]["knobs"]["learning_rate"] == 1e-6
     panel.ask(type="set", field="weight", name="xml_format", value="0.25")
@@ -153,8 +154,8 @@ def test_edits_reach_the_run(run: FakeRun) -> None:
 @pytest.mark.parametrize(("value", "words"), [("abc", "not a number"), ("7", "between 0 and 1")])
 def test_a_refused_value_comes_back_in_words(run: FakeRun, value: str, words: str) -> None:
     refused, answer = Wire(run).ask(type="set", field="learning_rate", value=value)
-    assert (refused["type"], refused["field"]) == ("refused", "learning_rate")
-    assert words in refused["text"]
+    assert (refused["type"], refused["field"]) == ("set", "learning_rate")
+    assert words in refused["problem"]
     assert answer["status"]["knobs"]["learning_rate"] == run.learning_rate == 5e-6
 
 

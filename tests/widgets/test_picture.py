@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_kit.store import Record
-from grpo_kit.widgets import picture
+from grpo_kit.widgets import Picture, picture
 from tests.widgets.fake_run import HOSTILE, FakeRun
 
 
@@ -84,3 +84,10 @@ def test_long_answers_are_cut_with_a_word_about_it(tmp_path: Path) -> None:
         answers[0]["text"] = "x" * 2000
 
     assert "(500 more characters)" in Page(picture(FakeRun(tmp_path, ready=1, change_rows=long))).text
+
+
+def test_a_notebook_displays_the_run_as_it_was(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, ready=2)
+    shown = Picture(run)
+    run.write_step()
+    assert "step 2" in Page(shown._repr_html_()).text

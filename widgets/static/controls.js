@@ -3,6 +3,7 @@
 const STATE_WORDS = { starting: "starting", running: "running", paused: "paused", stopping: "stopping", stopped: "stopped", finished: "finished", failed: "failed" };
 const OVER = new Set(["stopped", "finished", "failed"]);
 const STOP_SURE_MS = 4000; // how long "Stop now?" stays
+const SET_LOST_MS = 10000; // a sent value that got no answer so long was lost: what the run has is shown again
 
 class Header {
   constructor(send) {
@@ -92,8 +93,8 @@ class Knobs {
       const one = this.inputs.get(`${field}/${name}`), { input } = one;
       input.disabled = OVER.has(state);
       one.now = value;
-      // What is being typed, or was refused and still stands there, is not overwritten.
-      if (value === one.shown || one.refused || document.activeElement === input) continue;
+      // What is being typed, is on its way, or was refused and still stands there, is not overwritten.
+      if (value === one.shown || one.refused || performance.now() < one.sentUntil || document.activeElement === input) continue;
       one.shown = value;
       input.value = short(value);
     }
@@ -104,11 +105,11 @@ class Knobs {
   field(field, name, label, title, value) {
     const input = h("input", { type: "text", inputmode: "decimal", autocomplete: "off", spellcheck: "false", "aria-label": label, title, value: short(value) });
     const problem = h("span", { class: "gk-problem", role: "alert", hidden: true });
-    const one = { input, problem, shown: value, now: value };
+    const one = { input, problem, shown: value, now: value, sentUntil: 0 };
     input.addEventListener("change", () => {
       this.problem(field, name, "");
       if (input.value === short(one.now)) return;
-      one.shown = undefined; // whatever the run says next is shown
+      one.sentUntil = performance.now() + SET_LOST_MS;
       this.send({ type: "set", field, name, value: input.value.trim() });
     });
     input.addEventListener("keydown", (event) => {
@@ -119,6 +120,13 @@ class Knobs {
     input.addEventListener("focus", () => input.select());
     this.inputs.set(`${field}/${name}`, one);
     return h("label", { title }, h("span", {}, label, field === "weight" ? " ×" : ""), input, problem);
+  }
+
+  // What the run said to a value that was sent: "" when it took it.
+  answered(field, name, text) {
+    this.problem(field, name, text);
+    const one = this.inputs.get(`${field}/${name ?? null}`);
+    if (one) Object.assign(one, { sentUntil: 0, shown: undefined }); // the next rows bring it as the run has it
   }
 
   problem(field, name, text) {

@@ -91,7 +91,7 @@ function render({ model, el }) {
     if (message.type === "rows") take(message);
     else if (message.type === "plotly") gotPlotly(buffers[0]);
     else if (message.type === "completions") completions.picked(message.completions);
-    else if (message.type === "refused") knobs.problem(message.field, message.name, message.text);
+    else if (message.type === "set") knobs.answered(message.field, message.name, message.problem);
   };
   const tick = () => {
     const now = performance.now(), idle = document.hidden || (status && OVER.has(status.state));
