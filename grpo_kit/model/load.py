@@ -143,7 +143,20 @@ def _weights(
     if not settings.get("device_map"):
         torch.nn.Module.to(module, precision.device)
     _compute_in(module, precision.dtype)
+    _check_head(module, options)
     return module
+
+
+def _check_head(module: PreTrainedModel, options: LoadOptions) -> None:
+    """Training computes logprobs from the head's weight alone: a head that is more than that would be learned wrong."""
+    head = module.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise ValueError(f"{options.name_or_path} has a bias in its output head, which training does not support")
+    if not torch.is_floating_point(head.weight):
+        raise ValueError(
+            f"{options.name_or_path} has a quantized output head, which training does not support: quantize it anew "
+            "with its lm_head among llm_int8_skip_modules, or load the checkpoint that is not quantized"
+        )
 
 
 def _compute_in(module: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import bitsandbytes
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PhiConfig
 
 import grpo_kit as gk
 from grpo_kit.model import Model
@@ -88,6 +88,33 @@ def test_a_checkpoint_that_is_quantized_already_is_taken_as_it_is(
     assert {layer.compute_dtype for layer in layers} == {torch.float32}
     assert ("quantization", "as in the checkpoint", "it is quantized already") in model.notes
     two_steps(model, tmp_path / "run")
+
+
+def test_a_quantized_head_is_refused(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
+    source, folder = tiny_checkpoint(tie=False), tmp_path / "quantized"
+    plan = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["q_proj"])
+    AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=plan, dtype=torch.float32, device_map={"": "cpu"}
+    ).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    with pytest.raises(ValueError, match="has a quantized output head"):
+        load_model(str(folder), max_seq_length=64)
+
+
+def test_a_head_with_a_bias_is_refused(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
+    config = PhiConfig(
+        vocab_size=259,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        bos_token_id=None,
+        eos_token_id=256,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_checkpoint()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has a bias in its output head"):
+        load_model(str(tmp_path), load_in_4bit=False, max_seq_length=64)
 
 
 def test_the_same_call_returns_the_same_model_with_what_it_has_learned(
