@@ -205,17 +205,16 @@ class Run:
 
     # ---- the training thread ----
 
-    def start(self) -> None:
-        """Begin a new run. Called once, by `train`."""
-        self.model.stop_run = self._stop_and_wait
-        self._thread.start()
-
-    def start_after(self, step: int, elapsed: float, learning_rate: float) -> None:
-        """Go on after `step` finished steps that took `elapsed` seconds. Called once, by `resume`."""
+    def go_on_after(self, step: int, elapsed: float, learning_rate: float) -> None:
+        """Before `start`: `step` steps are made already and took `elapsed` seconds."""
         self.step, self._elapsed_before, self._resumed = step, elapsed, True
         self._learning_rate = learning_rate
         self._stepper.updater.set_learning_rate(learning_rate)
-        self.start()
+
+    def start(self) -> None:
+        """Begin. Called once, by `train` and `resume`."""
+        self.model.stop_run = self._stop_and_wait
+        self._thread.start()
 
     def _stop_and_wait(self) -> None:
         self.stop()

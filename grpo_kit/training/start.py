@@ -117,10 +117,11 @@ def resume(
         with model.lock:
             load_checkpoint(checkpoint, model, run._stepper.updater)
         recall_weights(reward_set, info["rewards"], info["knobs"]["weights"])
+        run.go_on_after(state["step"], state["elapsed"], info["knobs"]["learning_rate"])
         record.forget_after(state["step"])
-        record.write_run({"options": asdict(chosen), "rewards": describe(reward_set)})
+        record.write_run({"options": asdict(chosen), "rewards": describe(reward_set), "knobs": run.knobs()})
         undo.pop_all()
-    run.start_after(state["step"], state["elapsed"], info["knobs"]["learning_rate"])
+    run.start()
     return run
 
 
@@ -201,7 +202,10 @@ def _holds_a_run(directory: Path) -> bool:
     if not (directory / "run.sqlite").exists():
         return False
     with closing(Record(directory / "run.sqlite")) as record:
-        return bool(checkpoints(directory)) or record.last_step() > 0
+        if checkpoints(directory) or record.last_step():
+            return True
+    RunLock(directory).release()  # raises ValueError if a run is just about to begin there
+    return False
 
 
 def _versions() -> dict[str, str]:

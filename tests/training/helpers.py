@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,17 @@ QUICK: dict[str, Any] = {
     "learning_rate": 1e-3,
     "tokens_per_micro_batch": 64,
 }
+
+
+SOON = 60  # seconds: a limit for what takes far less, on a busy machine too
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for something that the training thread does."""
+    end = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
 
 
 def letters(completion: str) -> float:

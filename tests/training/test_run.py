@@ -17,16 +17,7 @@ from grpo_kit.training.checkpoint import checkpoints
 from grpo_kit.training.options import TrainOptions, derive
 from grpo_kit.training.run_lock import RunLock
 from grpo_kit.training.step import Prompts
-from tests.training.helpers import QUICK, adapter, events, letters, numbers, same
-
-SOON = 60  # seconds: a limit for what takes far less, on a busy machine too
-
-
-def until(condition, what=""):
-    end = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < end, f"waited in vain {what}"
-        time.sleep(0.005)
+from tests.training.helpers import QUICK, SOON, adapter, events, letters, numbers, same, until
 
 
 def test_train_returns_at_once_and_the_run_finishes(start):
