@@ -95,7 +95,7 @@ class Updater:
 
     def _teaching(self, sequences: list[Sequence], advantages: Tensor) -> list[int]:
         """The sequences that can move the weights: with beta = 0 an advantage of 0 is a gradient of 0, so its forward
-        and backward pass are saved. If there are none, all are kept: they move nothing, and the curves go on."""
+        and backward pass are saved. If there are none, all are kept, so that the curves go on."""
         if self.options.beta > 0:
             return list(range(len(sequences)))
         kept = [i for i, s in enumerate(sequences) if s.trained and advantages[i] != 0]
