@@ -11,6 +11,7 @@ import ctypes
 import gc
 import os
 import resource
+from pathlib import Path
 
 import grpo_kit as gk
 
@@ -24,7 +25,7 @@ def main() -> None:
     report(f"the same call again (same object: {again is model})")
     other = gk.load_model(load_in_4bit=False, lora_rank=8)
     other.generate("What is 2 + 2?", max_tokens=2)
-    report(f"another rank, the first name still bound ({other.options.lora_rank} instead of {model.options.lora_rank})")
+    report(f"rank {other.options.lora_rank} instead of {model.options.lora_rank}, the first name still bound")
 
 
 def report(when: str) -> None:
@@ -32,10 +33,11 @@ def report(when: str) -> None:
 
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed counts as free only once it is back with the system
-    alive = sum(isinstance(thing, PreTrainedModel) and hasattr(thing, "lm_head") for thing in gc.get_objects())
-    pages = int(open("/proc/self/statm").read().split()[1])
+    models = [thing for thing in gc.get_objects() if isinstance(thing, PreTrainedModel) and hasattr(thing, "lm_head")]
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"{pages * os.sysconf('SC_PAGE_SIZE') / 1e9:5.2f} GB resident (peak {peak:.2f}), models alive: {alive}  {when}")
+    gigabytes = pages * os.sysconf("SC_PAGE_SIZE") / 1e9
+    print(f"{gigabytes:5.2f} GB resident (peak {peak:.2f}), models alive: {len(models)}  {when}")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,11 @@ class ModelLock:
             if self._depth == 0:
                 self._give_up()
 
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits for it."""
+        return bool(self._queue)
+
     def give_way(self) -> None:
         """Called by the holder: let those who wait now have their turn, then go on."""
         with self._condition:

@@ -178,6 +178,12 @@ class Model:
         module: PreTrainedModel = self.module.get_base_model()  # type: ignore[assignment]
         return module
 
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """The decoder's layers, in order; empty for a family that calls them neither `layers` nor `h`."""
+        decoder = self.causal_lm.get_decoder()
+        return list(getattr(decoder, "layers", None) or getattr(decoder, "h", []))
+
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """The adapter's parameters by name."""
         return lora_parameters(self.module)

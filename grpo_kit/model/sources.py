@@ -129,6 +129,7 @@ def folder_from_gguf(gguf: Path) -> Path:
     clean.load_state_dict(model.state_dict())
     del model
     gc.collect()
+    tokenizer.clean_up_tokenization_spaces = False  # for WordPiece; it would take spaces out of a BPE's text
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     clean.save_pretrained(unfinished)

@@ -127,7 +127,7 @@ def derive(options: TrainOptions, on_gpu: bool) -> tuple[TrainOptions, list[Sett
     elif options.epsilon_high is None:
         derived["epsilon_high"] = (algorithm.epsilon_high, f"as {algorithm.name} defines it")
     if options.tokens_per_micro_batch is None:
-        tokens, why = (16_384, "a GPU") if on_gpu else (256, "a CPU: small enough for a pause to take effect at once")
+        tokens, why = (16_384, "a GPU") if on_gpu else (512, "a CPU")
         derived["tokens_per_micro_batch"] = (tokens, f"for {why}")
     settings = [Setting(name, str(value), reason) for name, (value, reason) in derived.items()]
     filled = {name: value for name, (value, _) in derived.items()}

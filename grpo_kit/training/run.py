@@ -7,6 +7,7 @@ over.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 import traceback
@@ -114,14 +115,16 @@ class Run:
         with self._changed:
             self._new_weights[name] = float(value)
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Show a progress bar until the run ends, or for `timeout` seconds. Interrupting only stops the waiting.
+    def wait(self, timeout: float | None = None, *, until_step: int | None = None) -> None:
+        """Show a progress bar until the run ends, until step `until_step` is finished, or for `timeout` seconds.
+        Interrupting only stops the waiting.
 
         Raises RunFailed if the run failed.
         """
-        end = None if timeout is None else time.monotonic() + timeout
-        with tqdm(total=self.steps, initial=self.step, unit="step", desc="training") as bar:
-            while self.alive and (end is None or time.monotonic() < end):
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        last = math.inf if until_step is None else until_step
+        with tqdm(total=self.steps, initial=self.step, unit="step", desc="training", file=sys.stdout) as bar:
+            while self.alive and self.step < last and time.monotonic() < end:
                 self._done.wait(0.2)
                 self._show(bar)
             self._show(bar)
@@ -246,7 +249,7 @@ class Run:
             try:
                 self._pause_point()  # before the changes, so that what is changed in a pause between steps counts
                 self._take_changes()
-                table = self._stepper.step(self.step + 1, self._pause_point)
+                table = self._stepper.step(self.step + 1, self._pause_point, self._unwanted)
             except BaseException as error:
                 self._stepper.updater.forget_gradients()
                 if isinstance(error, _StopAsked):
@@ -267,6 +270,11 @@ class Run:
             raise _StopAsked
         self._save_checkpoint_if_asked()
         self.model.lock.give_way()
+
+    def _unwanted(self, first_try: bool) -> bool:
+        """Whether a pass through the model should be given up in its middle: for a pause or a stop always, for a
+        question once, so that many questions can't keep the run from going on."""
+        return self._pause_asked or self._stop_asked or (first_try and self.model.lock.wanted)
 
     def _hold(self) -> None:
         with self._changed:

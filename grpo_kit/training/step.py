@@ -58,9 +58,14 @@ class Stepper:
         )
         self.updater = Updater(model, options)
 
-    def step(self, number: int, pause_point: Callable[[], None]) -> ScoreTable:
+    def step(
+        self,
+        number: int,
+        pause_point: Callable[[], None],
+        unwanted: Callable[[bool], bool] = lambda first_try: False,
+    ) -> ScoreTable:
         """Make step `number` and write it to the record. Whatever `pause_point` raises leaves the model as after
-        the step before."""
+        the step before; `unwanted` is `Updater.update`'s."""
         started = self.clock()
         rows = rows_of_step(number, len(self.prompts.messages), self.options.prompts_per_step, self.options.seed)
         completions = self._roll_out(number, rows, pause_point)
@@ -70,7 +75,7 @@ class Stepper:
         totals = torch.tensor([torch.nan if total is None else total for total in table.totals])
         assert self.options.scale_rewards is not None
         advantages = group_advantages(totals, self.options.num_generations, self.options.scale_rewards)
-        learned = self.updater.update(self._sequences(rows, completions), advantages, pause_point)
+        learned = self.updater.update(self._sequences(rows, completions), advantages, pause_point, unwanted)
         ended = self.clock()
         metrics = {
             **_reward_metrics(table, totals, self.options.num_generations),

@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).parent / "killed.py"
 STEPS, PER_STEP = 12, 4
 # Where to kill, and among how many calls and returns the moment is drawn: those of resuming and of two to three steps,
 # so that some of the processes come to write a checkpoint and some do not.
-WHERE = (("/", 13_000), ("checkpoint.py", 1_500), ("store/", 4_500), ("checkpoint.py", 1_000), ("update.py", 500))
+WHERE = (("/", 18_000), ("checkpoint.py", 1_500), ("store/", 4_500), ("checkpoint.py", 1_000), ("update.py", 1_000))
 KILLS = 10
 
 

@@ -48,11 +48,11 @@ def test_whole_numbers_will_do_for_numbers():
 
 def test_what_is_open_is_derived_and_listed_with_the_reason():
     filled, settings = derive(TrainOptions(), on_gpu=False)
-    assert (filled.scale_rewards, filled.epsilon_high, filled.tokens_per_micro_batch) == ("group", 0.2, 256)
+    assert (filled.scale_rewards, filled.epsilon_high, filled.tokens_per_micro_batch) == ("group", 0.2, 512)
     listed = {setting.name: (setting.value, setting.reason) for setting in settings}
     assert listed["scale_rewards"] == ("group", "as grpo defines it")
     assert listed["epsilon_high"] == ("0.2", "the same as epsilon")
-    assert listed["tokens_per_micro_batch"][0] == "256"
+    assert listed["tokens_per_micro_batch"][0] == "512"
     assert "CPU" in listed["tokens_per_micro_batch"][1]
 
 

@@ -247,3 +247,32 @@ def test_what_a_pause_point_raises_leaves_the_weights(trained, sequences):
     made.forget_gradients()
     assert same(adapter(trained), before)
     assert all(parameter.grad is None for parameter in trained.trainable().values())
+
+
+@pytest.mark.parametrize("when", [1, 3, 6])
+def test_a_pass_given_up_in_its_middle_is_made_again_and_counts_once(trained, sequences, when):
+    """Two layers are checked forwards and backwards: the sixth check of a micro-batch is in its backward pass."""
+    options = {"beta": 0.1, "tokens_per_micro_batch": FOUR_BY_TWO}
+    plain, metrics = gradient_of(trained, sequences, ADVANTAGES, **options)
+    checks, pauses = [], []
+
+    def unwanted(first_try):
+        checks.append(first_try)
+        return first_try and checks.count(True) % 7 == when
+
+    before, made = adapter(trained), updater(trained, **options)
+    disturbed = made.update(sequences, ADVANTAGES, lambda: pauses.append(1), unwanted)
+    assert len(pauses) > 4, "nothing was given up"
+    assert disturbed == metrics
+    assert same({name: made.optimizer.state[p]["exp_avg"] / 0.1 for name, p in made.parameters.items()}, plain)
+    put_back(trained, before)
+
+
+def test_a_step_without_signal_moves_nothing_and_is_still_measured(trained, sequences):
+    made = updater(trained)
+    made.update(sequences, ADVANTAGES, lambda: None)  # so that the optimizer has momentum
+    before = adapter(trained)
+    metrics = made.update(sequences, torch.zeros(8), lambda: None)
+    assert same(adapter(trained), before)
+    assert metrics["grad_norm"] == 0
+    assert all(metrics[name] is not None for name in ("kl", "entropy", "sampler_gap", "clip_ratio"))
