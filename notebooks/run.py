@@ -20,6 +20,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbconvert import HTMLExporter
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 from nbformat import NotebookNode
 
 BUILD = Path(__file__).resolve().parent.parent / "build"
@@ -63,6 +64,7 @@ class Runner(NotebookClient):
 
 def write_page(notebook: NotebookNode, name: str) -> Path:
     exporter = HTMLExporter(mathjax_url="", require_js_url="", jquery_url="", embed_images=True)
+    exporter.register_preprocessor(CoalesceStreamsPreprocessor, enabled=True)  # a progress bar is one line
     page, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": name}})
     BUILD.mkdir(exist_ok=True)
     path = BUILD / f"{name}.html"

@@ -63,6 +63,9 @@ class Panel(anywidget.AnyWidget):
         self.on_msg(self._receive)
         self._unsubscribe = run.subscribe(self._on_change)
 
+    def __repr__(self) -> str:
+        return f"<live panel of {self._run!r}>"
+
     def close(self) -> None:
         """Let go of the run and remove the panel from the page. Safe to call twice."""
         if self._unsubscribe is not None:
