@@ -18,7 +18,8 @@ def group_advantages(rewards: Tensor, num_generations: int, scale: str = "group"
     rewards [N], ordered by group: the `num_generations` completions of one prompt stand together. `scale` says which
     std divides: "group" (DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.2), "batch" (the whole step's;
     Lite PPO, https://arxiv.org/abs/2508.08221) or "none" (Dr. GRPO, https://arxiv.org/abs/2503.20783, equation 3).
-    Stds are unbiased (n−1). A group with fewer than two scored completions teaches nothing and gets 0.
+    Stds are unbiased (n−1). A group that was scored alike, or with fewer than two scored completions, teaches nothing
+    and gets 0.
 
     Raises ValueError for an unknown scale or a number of rewards that is not a multiple of `num_generations`.
     """
@@ -32,7 +33,9 @@ def group_advantages(rewards: Tensor, num_generations: int, scale: str = "group"
         centred = centred / (_nanstd(groups, -1) + STD_FLOOR)
     elif scale == "batch":
         centred = centred / (_nanstd(groups.flatten(), 0) + STD_FLOOR)
-    return centred.nan_to_num(0.0).flatten()
+    # Equal rewards leave rounding of their mean behind, and an optimizer that ignores a gradient's size would follow.
+    dead = dead_groups(rewards, num_generations)[:, None]
+    return centred.nan_to_num(0.0).masked_fill(dead, 0.0).flatten()
 
 
 def dead_groups(rewards: Tensor, num_generations: int) -> Tensor:

@@ -103,7 +103,9 @@ def _build(options: LoadOptions, path: str, found: str, config: Any) -> Model:
     notes += [("prompts", "as the tokenizer has it", note) for note in chat.notes]
     adapted = add_lora(module, options.lora_rank, options.lora_alpha, options.seed)
     if precision.device.type == "cuda":
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        module.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
+        )
         notes.append(
             (
                 "gradient checkpointing",
@@ -125,6 +127,7 @@ def _weights(
     options: LoadOptions, path: str, config: Any, precision: Precision, notes: list[tuple[str, str, str]]
 ) -> PreTrainedModel:
     settings: dict[str, Any] = {"dtype": precision.dtype, "trust_remote_code": options.trust_remote_code}
+    settings["config"] = _without_dropout(config, notes)
     if getattr(config, "attn_logit_softcapping", None):
         settings["attn_implementation"] = "eager"
         notes.append(
@@ -157,6 +160,22 @@ def _check_head(module: PreTrainedModel, options: LoadOptions) -> None:
             f"{options.name_or_path} has a quantized output head, which training does not support: quantize it anew "
             "with its lm_head among llm_int8_skip_modules, or load the checkpoint that is not quantized"
         )
+
+
+def _without_dropout(config: Any, notes: list[tuple[str, str, str]]) -> Any:
+    """The model trained is the model sampled, and recomputed activations are the same ones: nothing is dropped."""
+    found = [
+        name for name, value in vars(config).items() if _is_dropout(name) and isinstance(value, float) and value > 0
+    ]
+    for name in found:
+        setattr(config, name, 0.0)
+    if found:
+        notes.append(("dropout", "off", f"sampling and training must see the same model ({', '.join(found)})"))
+    return config
+
+
+def _is_dropout(name: str) -> bool:
+    return "dropout" in name or name.endswith("_pdrop")
 
 
 def _compute_in(module: torch.nn.Module, dtype: torch.dtype) -> None:

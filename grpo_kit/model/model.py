@@ -82,7 +82,8 @@ class Model:
 
         prompts: one string, one list of messages, or a list of either. Returns a string for one prompt and a list of
         strings for a list; with n > 1 a list of n strings in place of each. `temperature=0` is greedy. Without a seed
-        every call draws anew. Further options are those of `Sampling` (top_p, top_k, min_p, repetition_penalty, stop).
+        every call draws anew. An answer ends where prompt and answer reach `max_seq_length`, which may be before
+        `max_tokens`. Further options are those of `Sampling` (top_p, top_k, min_p, repetition_penalty, stop).
 
         May be called while a run trains: the run makes room for it. Raises ValueError for prompts that leave no room.
         """
@@ -142,10 +143,15 @@ class Model:
             reset_lora(self.module, self.options.seed)
             self.engine.adapter_changed()
 
+    def stop_live_run(self) -> None:
+        """Stop the run that trains this model, if there is one, and wait until it has ended."""
+        stop = self.stop_run  # read once: a run that ends by itself clears it
+        if stop is not None:
+            stop()
+
     def unload(self) -> None:
         """Stop a live run and free the weights. The object remains, but can't be asked any more."""
-        if self.stop_run is not None:
-            self.stop_run()
+        self.stop_live_run()
         with self.lock:
             self._module = None
             self.__dict__.pop("engine", None)

@@ -68,7 +68,9 @@ def load_checkpoint(folder: Path, model: Model, updater: Updater) -> None:
         )
     set_peft_model_state_dict(model.module, adapter)
     _restore_optimizer(updater, load_file(folder / "optimizer.safetensors"), read_state(folder)["optimizer"])
-    updater.scaler.load_state_dict(read_state(folder)["scaler"])
+    scaler = read_state(folder)["scaler"]
+    if scaler:  # empty in a checkpoint of hardware that needs none; a fresh one then starts here
+        updater.scaler.load_state_dict(scaler)
     model.engine.adapter_changed()
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tqdm import tqdm
 
 from grpo_kit.model import Model
@@ -29,6 +30,10 @@ from grpo_kit.training.step import Prompts, Stepper
 if TYPE_CHECKING:
     import pandas
 
+OUT_OF_MEMORY = (
+    "Smaller tokens_per_micro_batch, num_generations or max_completion_length take less memory; the steps made so far "
+    "are kept in the run's folder."
+)
 FAILED_REASONS = ("error", "timeout", "wrong shape", "not finite")
 
 
@@ -251,15 +256,26 @@ class Run:
                 self._take_changes()
                 table = self._stepper.step(self.step + 1, self._pause_point, self._unwanted)
             except BaseException as error:
-                self._stepper.updater.forget_gradients()
-                if isinstance(error, _StopAsked):
-                    self._save_checkpoint()
+                self._keep_last_step(error)
                 raise
             self.step += 1
             self._report_failures(table)
             if self.step % self.options.checkpoint_every == 0 or self.step == self.steps:
                 self._save_checkpoint()
             self._tell()
+
+    def _keep_last_step(self, error: BaseException) -> None:
+        """A step was stopped or failed: unless it has moved the weights already, the step before it is saved."""
+        self._stepper.updater.forget_gradients()
+        if isinstance(error, torch.OutOfMemoryError):
+            error.add_note(OUT_OF_MEMORY)
+        try:
+            if not self._stepper.updater.moved:
+                self._save_checkpoint()
+        except Exception as second:
+            if isinstance(error, _StopAsked):
+                raise
+            error.add_note(f"The step before could not be saved either: {type(second).__name__}: {second}")
 
     def _pause_point(self) -> None:
         """Between tokens and micro-batches: the weights are those of the last finished step."""

@@ -21,7 +21,7 @@ from grpo_kit.model import Model, load_model
 from grpo_kit.rewards import Reward, RewardSet
 from grpo_kit.store import Record
 from grpo_kit.training.checkpoint import checkpoints, load_checkpoint, read_state
-from grpo_kit.training.options import Setting, TrainOptions, derive
+from grpo_kit.training.options import TrainOptions, derive
 from grpo_kit.training.recall import describe, recall_weights, rewards_again
 from grpo_kit.training.run import Run
 from grpo_kit.training.run_lock import RunLock, refuse_if_elsewhere
@@ -50,8 +50,7 @@ def train(model: Model, data: Dataset, rewards: Rewards, *, run_dir: str | Path 
     reward_set.check_columns([name for name in data.column_names if name != "prompt"])
     prompts = _prompts(data, model, chosen.max_completion_length)
     directory = _new_directory(run_dir, model, chosen)
-    if model.stop_run is not None:
-        model.stop_run()
+    model.stop_live_run()
     with ExitStack() as undo:
         lock = RunLock(directory)
         undo.callback(lock.release)
@@ -102,24 +101,26 @@ def resume(
         info = record.run_info()
         reward_set = rewards_again(info["rewards"]) if rewards is None else _reward_set(rewards)
         model = model or load_model(**info["model"])
-        if model.stop_run is not None:
-            model.stop_run()
+        model.stop_live_run()
         lock = RunLock(directory)
         undo.callback(lock.release)
         info, checkpoint = record.run_info(), _last_checkpoint(directory)  # a run just stopped has left newer ones
         state = read_state(checkpoint)
-        chosen = _options_again(info["options"], steps, state["step"])
+        on_gpu = model.precision.device.type == "cuda"
+        chosen, settings = derive(_options_again(info, steps, state["step"]), on_gpu)
         data = _read_data(directory / "data.parquet")
         reward_set.check_columns([name for name in data.column_names if name != "prompt"])
         prompts = _prompts(data, model, chosen.max_completion_length)
-        settings = [Setting(**setting) for setting in info["settings"]]
         run = Run(model, prompts, reward_set, chosen, settings, record, directory, lock)
         with model.lock:
             load_checkpoint(checkpoint, model, run._stepper.updater)
         recall_weights(reward_set, info["rewards"], info["knobs"]["weights"])
         run.go_on_after(state["step"], state["elapsed"], info["knobs"]["learning_rate"])
         record.forget_after(state["step"])
-        record.write_run({"options": asdict(chosen), "rewards": describe(reward_set), "knobs": run.knobs()})
+        derived = [asdict(setting) for setting in settings]
+        record.write_run(
+            {"options": asdict(chosen), "settings": derived, "rewards": describe(reward_set), "knobs": run.knobs()}
+        )
         undo.pop_all()
     run.start()
     return run
@@ -150,8 +151,10 @@ def _options(given: dict[str, Any]) -> TrainOptions:
     return TrainOptions(**given)
 
 
-def _options_again(saved: dict[str, Any], steps: int | None, made: int) -> TrainOptions:
-    chosen = TrainOptions(**{**saved, **({} if steps is None else {"steps": steps})})
+def _options_again(info: dict[str, Any], steps: int | None, made: int) -> TrainOptions:
+    """The options as the user gave them: what was derived is open again, for this machine may be another one."""
+    derived = {setting["name"]: None for setting in info["settings"]}
+    chosen = TrainOptions(**{**info["options"], **derived, **({} if steps is None else {"steps": steps})})
     if chosen.steps < made:
         raise ValueError(f"the run has made {made} steps already, so it can't end at {chosen.steps}")
     return chosen

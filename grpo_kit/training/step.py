@@ -88,6 +88,7 @@ class Stepper:
             "seconds_update": ended - scored,
         }
         self.record.write_step(number, metrics, self._completion_rows(rows, completions, table, advantages))
+        self.updater.moved = False
         return table
 
     def _roll_out(self, number: int, rows: list[int], pause_point: Callable[[], None]) -> list[Completion]:

@@ -48,6 +48,7 @@ class Updater:
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=options.learning_rate, weight_decay=options.weight_decay
         )
+        self.moved = False  # whether the step being made has changed weights already
         self.scaler = torch.amp.GradScaler(model.precision.device.type, enabled=model.precision.dtype == torch.float16)
 
     def set_learning_rate(self, value: float) -> None:
@@ -72,7 +73,7 @@ class Updater:
         nothing, the optimizer's momentum included.
         """
         teaching = self._teaching(sequences, advantages)
-        work = _Work(self, sequences, advantages, teaching or list(range(len(sequences))))
+        work = Passes(self, sequences, advantages, teaching or list(range(len(sequences))))
         if not teaching:
             self._until_done(lambda: work.measure_first(), pause_point, unwanted)
             return {**work.sums.metrics(), "grad_norm": 0.0, "skipped_updates": 0.0}
@@ -100,7 +101,7 @@ class Updater:
         return [i for i, s in enumerate(sequences) if s.trained and advantages[i] != 0]
 
     def _until_done(
-        self, work: Callable[[], None], pause_point: Callable[[], None], unwanted: Callable[[bool], bool]
+        self, work: Callable[[], object], pause_point: Callable[[], None], unwanted: Callable[[bool], bool]
     ) -> None:
         """Do one pass over a micro-batch, again and again until it was not given up."""
         first_try = True
@@ -108,7 +109,8 @@ class Updater:
             pause_point()
             try:
                 with can_be_given_up(self.model.layers, partial(unwanted, first_try)):
-                    return work()
+                    work()
+                    return
             except PassGivenUp:
                 first_try = False
 
@@ -118,6 +120,7 @@ class Updater:
         A gradient that is not finite moves nothing: in float16 the scaler shrinks and tries again next time; elsewhere
         it is dropped, since one NaN would spoil the adapter for good.
         """
+        self.moved = True
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.options.max_grad_norm)
         finite = bool(norm.isfinite())
@@ -129,7 +132,7 @@ class Updater:
         return float(norm), finite
 
 
-class _Work:
+class Passes:
     """One step's batch, cut into micro-batches, and what is remembered of each between the passes over it."""
 
     def __init__(self, updater: Updater, sequences: list[Sequence], advantages: Tensor, chosen: list[int]):
@@ -146,8 +149,9 @@ class _Work:
         self.reference: dict[int, Tensor] = {}
         self.sums = Sums()
 
-    def learn(self, number: int) -> None:
-        """Add the gradient of micro-batch `number`. Nothing is kept of a pass that ends in an exception."""
+    def learn(self, number: int) -> Tensor:
+        """Add the gradient of micro-batch `number` and return its part of the loss. Nothing is kept of a pass that ends
+        in an exception."""
         batch, first_pass = self.batches[number], number not in self.old
         reference = self.reference[number] if number in self.reference else self._reference(number)
         logprobs, entropy = self._logprobs(batch, train=True)
@@ -164,6 +168,7 @@ class _Work:
             self._measure(batch, old, entropy.detach(), reference)
         if reference is not None:
             self.reference[number] = reference
+        return loss.detach()
 
     @torch.no_grad()
     def measure_first(self) -> None:

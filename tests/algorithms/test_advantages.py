@@ -62,3 +62,11 @@ def test_dead_groups() -> None:
     rewards = torch.tensor([1.0, 1.0, 1.0, 2.0, NAN, NAN, NAN, 3.0, 0.3, 0.1 + 0.2])
     #                       alike     apart     unscored   one scored  alike but for rounding
     assert dead_groups(rewards, 2).tolist() == [True, False, True, True, True]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("total", [0.7, 2.65, 0.1, -1.4])
+def test_a_group_scored_alike_gets_exactly_nothing(scale, total):
+    """The float32 mean of eight times 0.7 is not 0.7."""
+    rewards = torch.tensor([total] * 8 + [0.0, 1.0] * 4)
+    assert group_advantages(rewards, 8, scale)[:8].tolist() == [0.0] * 8

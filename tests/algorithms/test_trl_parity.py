@@ -22,10 +22,9 @@ from grpo_kit.algorithms import group_advantages
 from grpo_kit.model import Model
 from grpo_kit.model.lora import lora_parameters
 from grpo_kit.rollout import Completion
-from grpo_kit.training.batch import Sequence, collate
+from grpo_kit.training.batch import Sequence
 from grpo_kit.training.options import TrainOptions, derive
-from grpo_kit.training.order import micro_batches
-from grpo_kit.training.update import Sums, Updater
+from grpo_kit.training.update import Passes, Sums, Updater
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo"]
 TEMPERATURE, EPSILON, EPSILON_HIGH, MAX_LENGTH = 0.7, 0.2, 0.28, 9
@@ -96,21 +95,13 @@ def our_updater(model: Model, name: str, beta: float, budget: int, **options: An
 
 
 def our_loss(updater: Updater, batch: list[Sequence], old: Tensor | None) -> tuple[float, Sums]:
-    """What `Updater.update` does in one pass, with old logprobs from outside. The gradients stay in the parameters."""
-    lengths = torch.tensor([len(s.completion.token_ids) * s.trained for s in batch])
-    weights = updater.algorithm.weights(lengths, MAX_LENGTH)
-    budget = updater.options.tokens_per_micro_batch
-    assert budget is not None
-    total, sums = 0.0, Sums()
-    for indices in micro_batches([len(s) for s in batch], budget):
-        part = collate(batch, indices, torch.device("cpu"))
-        logprobs, _ = updater._logprobs(part)
-        reference = updater._reference(part, needed=updater.options.beta > 0)
-        before = logprobs.detach() if old is None else old[indices, : part.width]
-        loss = updater._loss(part, logprobs, before, reference, ADVANTAGES, weights, sums)
-        loss.backward()
-        total += loss.item()
-    return total, sums
+    """One pass over the batch, with old logprobs from outside. The gradients stay in the parameters."""
+    work, total = Passes(updater, batch, ADVANTAGES, list(range(len(batch)))), 0.0
+    for number, part in enumerate(work.batches):
+        if old is not None:
+            work.old[number] = old[part.indices, : part.width]
+        total += work.learn(number).item()
+    return total, work.sums
 
 
 def gradients(parameters: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
@@ -148,7 +139,7 @@ def test_loss_and_gradients(name: str, beta: float, masked: bool, moved: bool, o
         our_total, sums = our_loss(our_updater(ours, name, beta, budget), batch, old)
         assert our_total == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
         assert_close(gradients(ours.trainable()), theirs)
-        clipped = sums.mean("clip_ratio")
+        clipped = sums.metrics()["clip_ratio"]
         assert clipped == pytest.approx(trl_trainer._metrics["train"]["clip_ratio/region_mean"][-1], abs=1e-6)
         assert (clipped > 0.1) == moved  # else this test would not look at clipping
 

@@ -33,7 +33,7 @@ const CARDS = [
   { key: "rewards", title: "by reward function", term: "mean of each reward function over the step's completions, before its weight",
     value: () => "",
     series: (names) => names.map((name) => ({ key: `rewards/${name}`, name, color: colorOf(names, name) })) },
-  { key: "kl", title: "drift from the untrained model", term: "KL divergence to the untrained model, k3 estimate, mean per token",
+  { key: "kl", title: "drift from the untrained model", term: "KL divergence to the untrained model, k3 estimate, mean per token over a part of the step's answers",
     value: (row) => number(row.kl), note: "KL, per token",
     series: () => [{ key: "kl", name: "KL", color: "violet" }] },
   { key: "entropy", title: "variety of the answers", term: "entropy of the model's next-token choice, mean, in nats",
