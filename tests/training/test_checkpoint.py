@@ -138,3 +138,13 @@ def test_the_model_saves_as_it_would_without_a_run(model, updater, tmp_path):
     saved = model.save_adapter(tmp_path / "saved")
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (folder / name).read_bytes() == (saved / name).read_bytes()
+
+
+def test_a_checkpoint_made_without_a_scaler_starts_a_fresh_one(model, updater, tmp_path):
+    """A run begun where bfloat16 works may go on where only float16 does."""
+    folder = save_checkpoint(tmp_path, 1, model, updater, {"elapsed": 0.0})
+    assert read_state(folder)["scaler"] == {}
+    half = Updater(model, updater.options)
+    half.scaler = torch.amp.GradScaler("cpu", enabled=True)
+    load_checkpoint(folder, model, half)
+    assert half.scaler.get_scale() == torch.amp.GradScaler("cpu", enabled=True).get_scale()

@@ -493,6 +493,22 @@ def test_a_run_that_fails_says_so_and_leaves_the_model_usable(model, tmp_path):
     RunLock(tmp_path).release()  # and the folder is free
 
 
+def test_a_step_that_fails_before_its_update_keeps_the_step_before(start, model, engine, tmp_path):
+    def fail_in_the_third(step, token):
+        if step == 3:
+            raise torch.OutOfMemoryError("no memory left")
+
+    engine.on_token = fail_in_the_third
+    run = start(steps=4, checkpoint_every=100)
+    with pytest.raises(RunFailed, match=r"(?s)no memory left.*num_generations"):
+        run.wait()
+    assert checkpoints(run.directory)[-1].name == "step-000002"
+    engine.on_token = lambda step, token: None
+    again = resume(run.directory, model=model, rewards=letters)
+    again.wait()
+    assert [row["step"] for row in again.record.steps()] == [1, 2, 3, 4]
+
+
 def test_a_failure_is_an_event_when_the_record_can_hold_it(start, model, engine):
     def fail(step, token):
         raise RuntimeError("CUDA out of memory")
