@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
@@ -23,6 +25,11 @@ def add_lora(module: PreTrainedModel, rank: int, alpha: int, seed: int) -> PeftM
 def lora_parameters(module: PeftModel) -> dict[str, torch.nn.Parameter]:
     """The adapter's parameters by name, in the module's order."""
     return {name: parameter for name, parameter in module.named_parameters() if ".lora_" in name}
+
+
+def save_lora(module: PeftModel, folder: Path) -> None:
+    """Write the adapter as peft does. The hub is not asked if the vocabulary grew: embeddings are never trained."""
+    module.save_pretrained(str(folder), save_embedding_layers=False)
 
 
 @torch.no_grad()

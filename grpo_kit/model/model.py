@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from grpo_kit.kernels import linear_logprob
 from grpo_kit.model.chat import Chat, Prompt
 from grpo_kit.model.lock import ModelLock
-from grpo_kit.model.lora import lora_parameters, reset_lora
+from grpo_kit.model.lora import lora_parameters, reset_lora, save_lora
 from grpo_kit.model.precision import Precision
 from grpo_kit.rollout import Completion, Engine, Sampling
 
@@ -132,7 +132,7 @@ class Model:
         beside it."""
         folder = Path(folder)
         with self.lock:
-            self.module.save_pretrained(str(folder))
+            save_lora(self.module, folder)
         self.chat.tokenizer.save_pretrained(str(folder))
         (folder / "grpo_kit.json").write_text(json.dumps(asdict(self.options), indent=1))
         return folder

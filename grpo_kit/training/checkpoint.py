@@ -16,6 +16,7 @@ from peft import set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 from grpo_kit.model import Model
+from grpo_kit.model.lora import save_lora
 from grpo_kit.training.update import Updater
 
 KEEP = 2
@@ -33,8 +34,7 @@ def save_checkpoint(run_dir: Path, step: int, model: Model, updater: Updater, st
     for left in folder.parent.glob("*.unfinished"):
         shutil.rmtree(left)
     unfinished.mkdir(parents=True)
-    # The hub need not be asked whether the vocabulary grew: embeddings are never trained.
-    model.module.save_pretrained(str(unfinished), save_embedding_layers=False)
+    save_lora(model.module, unfinished)
     tensors, numbers = _optimizer_state(updater)
     save_file(tensors, unfinished / "optimizer.safetensors")
     whole = {"step": step, "optimizer": numbers, "scaler": updater.scaler.state_dict(), **state}

@@ -75,11 +75,11 @@ class Updater:
         teaching = self._teaching(sequences, advantages)
         work = Passes(self, sequences, advantages, teaching or list(range(len(sequences))))
         if not teaching:
-            self._until_done(lambda: work.measure_first(), pause_point, unwanted)
+            self._until_done(work.measure_first, pause_point, unwanted)
             return {**work.sums.metrics(), "grad_norm": 0.0, "skipped_updates": 0.0}
         grad_norms, skipped = [], 0
         for number in range(len(work.batches)):
-            self._until_done(lambda number=number: work.learn(number), pause_point, unwanted)  # type: ignore[misc]
+            self._until_done(partial(work.learn, number), pause_point, unwanted)
         for iteration in range(self.options.num_iterations):
             if iteration:
                 for number in range(len(work.batches)):
