@@ -13,9 +13,13 @@ from grpo_kit.rewards.gsm8k import (
     gsm8k_strict_format,
     gsm8k_tag_count,
 )
-from grpo_kit.rewards.lengths import length_penalty, repetition_penalty
+from grpo_kit.rewards.human import HumanReward, Question, human
+from grpo_kit.rewards.lengths import length_penalty, repetition_penalty, soft_overlong_punishment
 from grpo_kit.rewards.numbers import equal_numbers, first_number, last_number, parse_number
+from grpo_kit.rewards.rating_model import RatingModel, fit_ratings, rating_model
+from grpo_kit.rewards.ratings import Rating
 from grpo_kit.rewards.reward import Reward, reward
+from grpo_kit.rewards.reward_model import reward_model
 from grpo_kit.rewards.reward_set import RewardSet
 from grpo_kit.rewards.score import REASONS, Score, ScoreTable
 from grpo_kit.rewards.spec import from_spec
@@ -23,6 +27,10 @@ from grpo_kit.rewards.spec import from_spec
 __all__ = [
     "REASONS",
     "CompletionText",
+    "HumanReward",
+    "Question",
+    "Rating",
+    "RatingModel",
     "Reward",
     "RewardSet",
     "Score",
@@ -33,6 +41,7 @@ __all__ = [
     "exact_match",
     "final_answer",
     "first_number",
+    "fit_ratings",
     "from_spec",
     "gsm8k_correctness",
     "gsm8k_integer",
@@ -40,6 +49,7 @@ __all__ = [
     "gsm8k_soft_format",
     "gsm8k_strict_format",
     "gsm8k_tag_count",
+    "human",
     "last_number",
     "length_penalty",
     "matches_reply",
@@ -47,10 +57,13 @@ __all__ = [
     "number_close",
     "numeric_match",
     "parse_number",
+    "rating_model",
     "repetition_penalty",
     "required_keywords",
     "reward",
+    "reward_model",
     "signature_block",
+    "soft_overlong_punishment",
     "too_long",
     "xml_format",
 ]

@@ -9,7 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_kit.rewards import answers, email, formats, gsm8k, lengths
+from grpo_kit.rewards.human import human
+from grpo_kit.rewards.rating_model import rating_model
 from grpo_kit.rewards.reward import Reward
+from grpo_kit.rewards.reward_model import reward_model
 
 _FACTORIES: dict[str, Callable[..., Reward]] = {
     factory.__name__: factory
@@ -30,8 +33,12 @@ _FACTORIES: dict[str, Callable[..., Reward]] = {
         email.too_long,
         email.names_recipient,
         email.signature_block,
+        human,
         lengths.length_penalty,
         lengths.repetition_penalty,
+        lengths.soft_overlong_punishment,
+        rating_model,
+        reward_model,
     )
 }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from grpo_kit.store.rows import RATING_KEYS
+
 if TYPE_CHECKING:
     import pandas
 
@@ -44,6 +46,14 @@ def events_to_frame(events: list[dict[str, Any]]) -> pandas.DataFrame:
 
     frame = pandas.DataFrame(events, columns=["id", "time", "step", "kind", "text", "data"])
     return frame.astype({"id": "int64", "time": "float64", "step": "Int64"})
+
+
+def ratings_to_frame(ratings: list[dict[str, Any]]) -> pandas.DataFrame:
+    """One row a rating; `step` is a nullable integer."""
+    import pandas
+
+    frame = pandas.DataFrame(ratings, columns=list(RATING_KEYS))
+    return frame.astype({"value": "float64", "step": "Int64", "time": "float64"})
 
 
 def _reward_column(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The record of one run: one SQLite file with its metrics, completions and events.
+"""The record of one run: one SQLite file with its metrics, completions, events and people's ratings.
 
 The training loop writes a step in one transaction; panels, DataFrames and resume read the same file, from any
 thread or process, while it is written. Not a checkpoint: weights and optimizer state live elsewhere.
@@ -15,18 +15,25 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_kit.store.frames import completions_to_frame, events_to_frame, metrics_to_frame
-from grpo_kit.store.rows import COMPLETION_KEYS, completion_values, metrics_to_json, storable, to_json
+from grpo_kit.store.frames import completions_to_frame, events_to_frame, metrics_to_frame, ratings_to_frame
+from grpo_kit.store.rows import (
+    COMPLETION_KEYS,
+    RATING_KEYS,
+    completion_values,
+    metrics_to_json,
+    rating_values,
+    storable,
+    to_json,
+)
 
 if TYPE_CHECKING:
     import pandas
 
 APPLICATION_ID = 0x6772706F  # "grpo": tells a run's record from any other SQLite file
-SCHEMA_VERSION = 1
 BUSY_SECONDS = 30.0  # how long to wait for another process that is writing to the same record
 
 # AUTOINCREMENT: an event's id is never used again, even after forget_after, so "id > since" misses nothing.
-SCHEMA = (
+VERSION_1 = (
     "CREATE TABLE run (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
     "CREATE TABLE steps (step INTEGER PRIMARY KEY, time REAL NOT NULL, metrics TEXT NOT NULL)",
     """CREATE TABLE completions (
@@ -37,8 +44,16 @@ SCHEMA = (
         id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, step INTEGER, kind TEXT NOT NULL,
         text TEXT NOT NULL, data TEXT)""",
 )
+VERSION_2 = (
+    """CREATE TABLE ratings (
+        id INTEGER PRIMARY KEY, kind TEXT NOT NULL, prompt TEXT NOT NULL, text TEXT NOT NULL, value REAL NOT NULL,
+        other TEXT, step INTEGER, time REAL NOT NULL, reward TEXT NOT NULL)""",
+)
+SCHEMA = (VERSION_1, VERSION_2)  # what each version added
+SCHEMA_VERSION = len(SCHEMA)
 COMPLETION_COLUMNS = ("step", *COMPLETION_KEYS)
 QUOTED_COLUMNS = ", ".join(f'"{column}"' for column in COMPLETION_COLUMNS)
+RATING_COLUMNS = ", ".join(RATING_KEYS)
 
 
 class Record:
@@ -49,7 +64,8 @@ class Record:
     """
 
     def __init__(self, path: Path | str) -> None:
-        """Create the record at `path` (and its folder), or open the one that is there.
+        """Create the record at `path` (and its folder), or open the one that is there; one of an older version is
+        brought up to date.
 
         Raises ValueError if the file is not a run's record or was written by a newer grpo-kit, OSError if the disk
         can't hold it.
@@ -111,10 +127,35 @@ class Record:
             cursor = writer.execute("INSERT INTO events (time, step, kind, text, data) VALUES (?, ?, ?, ?, ?)", values)
             return int(cursor.lastrowid or 0)
 
+    def add_rating(
+        self,
+        kind: str,
+        prompt: str,
+        text: str,
+        value: float,
+        *,
+        other: str | None = None,
+        step: int | None = None,
+        time: float | None = None,
+        reward: str = "human",
+    ) -> int:
+        """Keep what a person said about a completion; returns the rating's id.
+
+        kind: "thumb" (text is good, value 1, or bad, 0) or "pair" (text is better than other). time: seconds since
+        1970, now unless given. reward: the name of the reward that asked. Raises TypeError for values of the wrong
+        type, ValueError for a value that is not finite.
+        """
+        values = rating_values(kind, prompt, text, value, other, step, time, reward)
+        marks = ", ".join("?" * len(RATING_KEYS))
+        with self._transaction() as writer:
+            cursor = writer.execute(f"INSERT INTO ratings ({RATING_COLUMNS}) VALUES ({marks})", values)
+            return int(cursor.lastrowid or 0)
+
     def forget_after(self, step: int) -> int:
         """Delete every step, completion and event later than `step`, as a resume from a checkpoint at `step` needs.
 
-        Events that belong to no step stay. Returns the number of steps removed.
+        Events that belong to no step stay, and so do all ratings: a person's work is never thrown away. Returns the
+        number of steps removed.
         """
         with self._transaction() as writer:
             removed = writer.execute("DELETE FROM steps WHERE step > ?", (int(step),)).rowcount
@@ -160,6 +201,12 @@ class Record:
         found = [dict(zip(COMPLETION_COLUMNS, row, strict=True)) for row in rows]
         return [{**row, "scores": json.loads(row["scores"])} for row in found]
 
+    def ratings(self) -> list[dict[str, Any]]:
+        """All ratings in the order in which they were given: {"kind", "prompt", "text", "value", "other" (None for a
+        thumb), "step", "time", "reward"}."""
+        rows = self._read(f"SELECT {RATING_COLUMNS} FROM ratings ORDER BY id")
+        return [dict(zip(RATING_KEYS, row, strict=True)) for row in rows]
+
     def metrics_frame(self) -> pandas.DataFrame:
         """One row a step: step, time and a float column per metric (NaN where not measured)."""
         return metrics_to_frame(self.steps())
@@ -171,6 +218,10 @@ class Record:
     def events_frame(self) -> pandas.DataFrame:
         """One row an event: id, time, step, kind, text, data."""
         return events_to_frame(self.events())
+
+    def ratings_frame(self) -> pandas.DataFrame:
+        """One row a rating: kind, prompt, text, value, other, step, time, reward."""
+        return ratings_to_frame(self.ratings())
 
     # -- connections --------------------------------------------------------------------------------------------
 
@@ -199,23 +250,23 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
 def _open_writer(path: Path) -> sqlite3.Connection:
     connection = _connect(path, "rwc")
     try:
-        new = _is_new(connection, path)  # before WAL mode is set: that would already change a stranger's file
+        version = _version(connection, path)  # before WAL mode is set: that would already change a stranger's file
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
             raise OSError(f"{path} can't be read while it is written on this file system; keep the run on a local disk")
         # In WAL mode NORMAL is safe against a killed process: what is committed has been handed to the operating
         # system. Only a power cut may cost the last steps, and even then the file stays whole.
         connection.execute("PRAGMA synchronous = NORMAL")
-        if new:
-            _create(connection, path)
+        if version < SCHEMA_VERSION:
+            _bring_up_to_date(connection, path)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _is_new(connection: sqlite3.Connection, path: Path) -> bool:
-    """False if this is a record of ours; raises ValueError if it is neither ours nor empty."""
+def _version(connection: sqlite3.Connection, path: Path) -> int:
+    """The version of this record of ours, 0 for an empty file; raises ValueError if it is neither."""
     try:
         application = connection.execute("PRAGMA application_id").fetchone()[0]
         version = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -225,7 +276,7 @@ def _is_new(connection: sqlite3.Connection, path: Path) -> bool:
     except sqlite3.DatabaseError as error:
         raise ValueError(f"{path} is not the record of a run ({error}); choose another path") from error
     if application == 0 and version == 0 and tables == 0:
-        return True
+        return 0
     if application != APPLICATION_ID:
         raise ValueError(f"{path} is some other program's SQLite file, not the record of a run; choose another path")
     if version > SCHEMA_VERSION:
@@ -233,15 +284,15 @@ def _is_new(connection: sqlite3.Connection, path: Path) -> bool:
             f"{path} was written by a newer grpo-kit (record version {version}, this one reads up to "
             f"{SCHEMA_VERSION}); upgrade with: pip install -U grpo-kit"
         )
-    return False
+    return int(version)
 
 
-def _create(connection: sqlite3.Connection, path: Path) -> None:
+def _bring_up_to_date(connection: sqlite3.Connection, path: Path) -> None:
     with connection:
         connection.execute("BEGIN IMMEDIATE")
-        if not _is_new(connection, path):  # another process was quicker
-            return
-        for statement in SCHEMA:
-            connection.execute(statement)
+        version = _version(connection, path)  # again: another process may have been quicker
+        for statements in SCHEMA[version:]:
+            for statement in statements:
+                connection.execute(statement)
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

@@ -1,18 +1,20 @@
 """Turns what the training loop hands over into values that SQLite and JSON can hold.
 
-Not a schema library: three row shapes, checked once, with errors that name the offending value.
+Not a schema library: four row shapes, checked once, with errors that name the offending value.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 COMPLETION_KEYS = (
     "index", "group", "prompt", "text", "scores", "total", "advantage", "tokens", "finish_reason",
 )  # fmt: skip
+RATING_KEYS = ("kind", "prompt", "text", "value", "other", "step", "time", "reward")
 
 
 def finite(value: Any, what: str) -> float | None:
@@ -58,6 +60,32 @@ def completion_values(step: int, completions: Iterable[Mapping[str, Any]]) -> li
     if len({row[1] for row in rows}) < len(rows):
         raise ValueError(f"step {step}: two completions have the same 'index'; number them from 0 to N-1")
     return rows
+
+
+def rating_values(
+    kind: str,
+    prompt: str,
+    text: str,
+    value: float,
+    other: str | None,
+    step: int | None,
+    when: float | None,
+    reward: str,
+) -> tuple[Any, ...]:
+    """A rating in the order of RATING_KEYS."""
+    number = finite(value, "a rating's value")
+    if number is None:
+        raise ValueError(f"a rating's value must be a finite number, not {value!r}")
+    return (
+        storable(kind, "a rating's kind"),
+        storable(prompt, "a rating's prompt"),
+        storable(text, "a rating's text"),
+        number,
+        None if other is None else storable(other, "a rating's other text"),
+        None if step is None else int(step),
+        time.time() if when is None else float(when),
+        storable(reward, "a rating's reward"),
+    )
 
 
 def _completion(step: int, position: int, row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ import numpy
 import pytest
 
 from grpo_kit.store import Record
+from grpo_kit.store.record import VERSION_1
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -379,11 +380,84 @@ def test_a_record_of_a_newer_version_is_refused(tmp_path):
     path = tmp_path / "run.sqlite"
     Record(path).close()
     with sqlite3.connect(path) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (1,)
-        connection.execute("PRAGMA user_version = 2")
+        assert connection.execute("PRAGMA user_version").fetchone() == (2,)
+        connection.execute("PRAGMA user_version = 3")
     connection.close()
-    with pytest.raises(ValueError, match=r"newer grpo-kit \(record version 2"):
+    with pytest.raises(ValueError, match=r"newer grpo-kit \(record version 3"):
         Record(path)
+
+
+def make_version_1(path):
+    """A record as the first version wrote it, with one step in it."""
+    with sqlite3.connect(path) as connection:
+        for statement in VERSION_1:
+            connection.execute(statement)
+        connection.execute("PRAGMA application_id = 1735553135")
+        connection.execute("PRAGMA user_version = 1")
+        connection.execute("INSERT INTO steps VALUES (1, 100.0, '{\"reward\": 1.5}')")
+    connection.close()
+
+
+def test_a_record_of_an_older_version_opens_and_takes_ratings(tmp_path):
+    path = tmp_path / "run.sqlite"
+    make_version_1(path)
+    record = Record(path)
+    assert record.steps() == [{"step": 1, "time": 100.0, "reward": 1.5}]
+    assert record.ratings() == [] and len(record.ratings_frame()) == 0
+    record.write_step(2, {"reward": 2.5}, [completion()])
+    record.add_rating("thumb", "p", "t", 1.0)
+    record.close()
+    again = Record(path)
+    assert again.last_step() == 2 and [rating["text"] for rating in again.ratings()] == ["t"]
+    again.close()
+
+
+def test_two_may_bring_an_old_record_up_to_date_at_once(tmp_path):
+    path, opened, errors = tmp_path / "run.sqlite", [], []
+    make_version_1(path)
+
+    def open_it():
+        try:
+            opened.append(Record(path))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=open_it) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [] and [record.ratings() for record in opened] == [[]] * 6
+    for record in opened:
+        record.close()
+
+
+def test_ratings_come_back_as_given(record):
+    before = time.time()
+    record.add_rating("thumb", "What is 3 + 5?", "8", 1, step=4)
+    record.add_rating("pair", "What is 3 + 5?", "8", 1.0, other="7 \ud800", step=None, time=12.5, reward="taste")
+    first, second = record.ratings()
+    assert before <= first.pop("time") <= time.time()
+    thumb = {"kind": "thumb", "prompt": "What is 3 + 5?", "text": "8", "value": 1.0, "other": None, "step": 4}
+    assert first == {**thumb, "reward": "human"}
+    pair = {**thumb, "kind": "pair", "other": "7 \ufffd", "step": None, "time": 12.5, "reward": "taste"}
+    assert second == pair
+    frame = record.ratings_frame()
+    assert list(frame.columns) == ["kind", "prompt", "text", "value", "other", "step", "time", "reward"]
+    assert list(frame["value"]) == [1.0, 1.0] and frame["step"][0] == 4 and list(frame["step"].isna()) == [False, True]
+    with pytest.raises(TypeError, match="text must be a string"):
+        record.add_rating("thumb", "p", None, 1.0)
+    with pytest.raises(ValueError, match="finite"):
+        record.add_rating("thumb", "p", "t", math.nan)
+    assert len(record.ratings()) == 2
+
+
+def test_forgetting_steps_keeps_ratings(record):
+    for step in (1, 2, 3):
+        record.write_step(step, {}, [completion()])
+        record.add_rating("thumb", "p", f"t{step}", 1.0, step=step)
+    assert record.forget_after(1) == 2
+    assert [rating["step"] for rating in record.ratings()] == [1, 2, 3]
 
 
 def test_a_deleted_record_is_not_silently_made_anew(tmp_path):
