@@ -1,4 +1,4 @@
-"""What a person sees and clicks: the live panel, the static picture and the finished plots of a run.
+"""What a person sees and clicks: the live panel, the static picture, the finished plots of a run and of several.
 
 Imported as `grpo_kit.widgets`, and only when something is to be shown. Nothing here touches a model:
 a panel reads the run's record and calls the run's own controls.
@@ -6,8 +6,10 @@ a panel reads the run's record and calls the run's own controls.
 
 from __future__ import annotations
 
+from .compare import compare
 from .panel import Panel
 from .picture import Picture, picture
 from .plot import plot
+from .rating import RatingPanel
 
-__all__ = ["Panel", "Picture", "picture", "plot"]
+__all__ = ["Panel", "Picture", "RatingPanel", "compare", "picture", "plot"]

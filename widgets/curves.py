@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .heldout import accuracy_words, evaluations, tries
 from .svg import Line
 from .warnings import reward_names
 from .words import number, percent
@@ -23,19 +24,32 @@ HEX = {
 MARKED = ("reward edited", "option changed", "warning")
 
 
+# Plain words and the field's term for the columns that have a chart of their own.
+TITLES = {
+    "reward": ("total reward", "mean weighted reward of the step's completions"),
+    "kl": ("drift from the untrained model", "KL divergence, k3 estimate per token"),
+    "entropy": ("variety", "entropy, nats per token"),
+    "length": ("answer length", "mean completion length in tokens"),
+    "dead_groups": ("groups with nothing to learn from", "dead groups: all completions of the prompt scored alike"),
+    "accuracy": ("held-out accuracy", "greedy answers to prompts kept out of the training; within k tries: pass@k"),
+}
+
+
 @dataclass(frozen=True)
 class Card:
-    """One chart: its plain-word title, the field's term for it, the newest value in words and its lines."""
+    """One chart: its plain-word title, the field's term for it, the newest value in words, its lines over `steps`."""
 
     title: str
     term: str
     value: str
     lines: list[Line]
+    steps: list[int]
     share: bool = False
 
 
 def cards(rows: list[Row]) -> list[Card]:
     """The six charts of a run from its metrics rows."""
+    steps = [row["step"] for row in rows]
 
     def column(key: str) -> list[float | None]:
         return [row.get(key) for row in rows]
@@ -52,18 +66,26 @@ def cards(rows: list[Row]) -> list[Card]:
     dead = Line("all answers scored alike", "red", column("dead_groups"))
     cut = Line("cut off at the limit", "gray", column("truncated"))
     length = newest("length")
+    tokens = number(length) + " tokens" if length else "–"
     return [
-        Card("total reward", "mean weighted reward of the step's completions", number(newest("reward")), [total]),
-        Card("by reward function", "mean of each reward function, unweighted", "", by_function),
-        Card("drift from the untrained model", "KL divergence, k3 estimate per token", number(newest("kl")),
-             [Line("KL", "violet", column("kl"))]),
-        Card("variety", "entropy, nats per token", number(newest("entropy")),
-             [Line("entropy", "gray", column("entropy"))]),
-        Card("answer length", "mean completion length in tokens", number(length) + " tokens" if length else "–",
-             [Line("length", "orange", column("length"))]),
-        Card("groups with nothing to learn from", "dead groups: all completions of the prompt scored alike",
-             percent(newest("dead_groups")), [dead, cut], share=True),
-    ]  # fmt: skip
+        Card(*TITLES["reward"], number(newest("reward")), [total], steps),
+        Card("by reward function", "mean of each reward function, unweighted", "", by_function, steps),
+        Card(*TITLES["kl"], number(newest("kl")), [Line("KL", "violet", column("kl"))], steps),
+        Card(*TITLES["entropy"], number(newest("entropy")), [Line("entropy", "gray", column("entropy"))], steps),
+        Card(*TITLES["length"], tokens, [Line("length", "orange", column("length"))], steps),
+        Card(*TITLES["dead_groups"], percent(newest("dead_groups")), [dead, cut], steps, share=True),
+    ]
+
+
+def held_out_cards(events: list[Row]) -> list[Card]:
+    """The chart of the run's evaluations on held-out prompts; none if there were none."""
+    rows = evaluations(events)
+    if not rows:
+        return []
+    lines = [Line("greedy", "blue", [row["accuracy"] for row in rows], exact=True)]
+    if tries(rows):
+        lines.append(Line(tries(rows), "green", [row.get("pass_at_k") for row in rows], exact=True))
+    return [Card(*TITLES["accuracy"], accuracy_words(rows), lines, [row["step"] for row in rows], share=True)]
 
 
 def marks(events: list[Row]) -> list[tuple[int, str]]:

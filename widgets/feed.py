@@ -25,6 +25,7 @@ class Feed:
         self.events: list[Row] = []
         self.completions: list[Row] = []
         self.warnings: list[dict[str, str]] = []
+        self.skipped = ""
         self.epoch = 0  # counts how often steps already read were rewritten, as resuming in place does
         self._changed = True
         self._seen: tuple[int, str] | None = None
@@ -58,6 +59,7 @@ class Feed:
         if (self.epoch, self.last_step) != before:
             self.completions = self.run.record.completions()
         self.warnings = warnings.find(self.rows, self.completions, self.events)
+        self.skipped = warnings.skipped_updates(self.rows)
 
     def _read_steps(self) -> None:
         if not self.rows:
@@ -105,6 +107,7 @@ class Feed:
             "seconds_per_step": per_step,
             "split": {part: _mean(recent, f"seconds_{part}") for part in ("rollout", "reward", "update")},
             "knobs": run.knobs(),
+            "skipped": self.skipped,
             "warnings": self.warnings,
             "error": run.error,
         }

@@ -10,9 +10,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from .curves import Card, cards, marks, record_of
+from .curves import Card, cards, held_out_cards, marks, record_of
+from .heldout import canary
 from .svg import Line, chart
-from .warnings import find, reward_names
+from .warnings import find, reward_names, skipped_updates
 from .words import clock, number, percent
 
 Row = dict[str, Any]
@@ -20,20 +21,28 @@ Row = dict[str, Any]
 SHOWN_GROUPS = 2  # groups of the last step; the rest is in run.completions()
 SHOWN_ANSWERS = 8
 SHOWN_CHARACTERS = 1500
+SHOWN_CANARY = 8  # answers to the question asked all through the run: the newest, and the one before training
+ONE_LINE = 80  # characters of such an answer before it is opened
 
 _STYLE = (Path(__file__).parent / "static" / "picture.css").read_text(encoding="utf-8")
 
 
 def picture(record_or_run: Any) -> str:
-    """HTML of a run's header line, warnings, curves and last completions. Takes a `Run` or a `Record`."""
+    """HTML of a run's header line, curves, answers to the same question, warnings and last completions.
+
+    Takes a `Run` or a `Record`.
+    """
     record = record_of(record_or_run)
     rows, completions, events = record.steps(), record.completions(), record.events()
-    steps, event_marks = [row["step"] for row in rows], marks(events)
+    event_marks = marks(events)
     parts = [
         f'<div class="gkp"><style>{_STYLE}</style>',
         _header(record_or_run, rows),
         '<div class="cards">',
-        *(_card(card, steps, event_marks) for card in cards(rows)),
+        *(_card(card, event_marks) for card in cards(rows)),
+        '</div><div class="held">',
+        *(_card(card, event_marks) for card in held_out_cards(events)),
+        _canary(events),
         "</div>",
         *(_warning(warning) for warning in find(rows, completions, events)),
         *_groups(completions, reward_names(rows)),
@@ -67,14 +76,17 @@ def _header(record_or_run: Any, rows: list[Row]) -> str:
     name = getattr(record_or_run, "name", None)
     if name:
         facts.append(f'<span class="soft">{escape(name)}</span>')
+    skipped = skipped_updates(rows)
+    if skipped:
+        facts.append(f'<span class="soft">{escape(skipped)}</span>')
     return f'<div class="head">{"".join(facts)}</div>'
 
 
-def _card(card: Card, steps: list[int], event_marks: list[tuple[int, str]]) -> str:
+def _card(card: Card, event_marks: list[tuple[int, str]]) -> str:
     keys = "".join(_key(line, card) for line in card.lines if len(card.lines) > 1 or line.spread)
     return (
         f'<div class="card" title="{escape(card.term)}"><div class="top"><span class="soft">{escape(card.title)}</span>'
-        f"<b>{escape(card.value)}</b></div>{chart(card.title, steps, card.lines, event_marks, card.share)}"
+        f"<b>{escape(card.value)}</b></div>{chart(card.title, card.steps, card.lines, event_marks, card.share)}"
         f'<div class="note">{keys or escape(card.term)}</div></div>'
     )
 
@@ -84,6 +96,30 @@ def _key(line: Line, card: Card) -> str:
     value = line.values[-1] if line.values else None
     said = "" if line.spread else f" <b>{percent(value) if card.share else number(value)}</b>"
     return f'<span><i class="key" style="background:var(--{line.color})"></i>{escape(line.name)}{said}</span>'
+
+
+def _canary(events: list[Row]) -> str:
+    question, answers = canary(events)
+    if not answers:
+        return ""
+    lines = [_opened(*answer) for answer in answers]
+    between = len(answers) - SHOWN_CANARY
+    if between > 0:
+        lines[SHOWN_CANARY - 1 : -1] = [f'<div class="line soft">and {between} between</div>']
+    return (
+        '<div class="card canary"><div class="soft" title="canary: one prompt, answered again and again">'
+        f"The same question through the run</div><pre>{_cut(question)}</pre>{''.join(lines)}</div>"
+    )
+
+
+def _opened(step: int, answer: str) -> str:
+    """An answer as one line, which opens where there is more of it."""
+    when = f'<span class="soft">{"before training" if step == 0 else f"step {step}"}</span>'
+    line = " ".join(answer.split())
+    if line == answer and len(line) <= ONE_LINE:
+        return f'<div class="line">{when} <code>{escape(line)}</code></div>'
+    cut = escape(line[:ONE_LINE]) + ("…" if len(line) > ONE_LINE else "")
+    return f"<details><summary>{when} <code>{cut}</code></summary><pre>{_cut(answer)}</pre></details>"
 
 
 def _warning(warning: dict[str, str]) -> str:

@@ -22,6 +22,7 @@ class Line:
     color: str  # a name that the page has a light and a dark color for, as the CSS variable --name
     values: list[float | None]
     spread: list[float | None] | None = None
+    exact: bool = False  # few values that each count: dots, and nothing smoothed
 
 
 def smooth(values: list[float | None]) -> list[float | None]:
@@ -58,6 +59,8 @@ def chart(title: str, steps: list[int], lines: list[Line], marks: list[tuple[int
         x = _x(step, first, last)
         parts.append(f'<text class="axis" x="{x:.1f}" y="{HEIGHT - 4}" text-anchor="middle">{step}</text>')
     for step, text in marks:
+        if not first <= step <= last:
+            continue
         x = _x(step, first, last)
         parts.append(
             f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
@@ -70,6 +73,9 @@ def chart(title: str, steps: list[int], lines: list[Line], marks: list[tuple[int
 
 def _curves(line: Line, steps: list[int], at: Callable[[int, float], str]) -> Iterator[str]:
     color = f"var(--{line.color})"
+    if line.exact:
+        yield from _exact(line, steps, at)
+        return
     smoothed = smooth(line.values)
     if line.spread:
         wide = zip(steps, smoothed, smooth(line.spread), strict=True)
@@ -84,6 +90,14 @@ def _curves(line: Line, steps: list[int], at: Callable[[int, float], str]) -> It
             yield f'<circle fill="{color}" cx="{x}" cy="{y}" r="2"/>'
         elif points:
             yield f'<polyline fill="none" stroke="{color}" {style} points="{" ".join(points)}"/>'
+
+
+def _exact(line: Line, steps: list[int], at: Callable[[int, float], str]) -> Iterator[str]:
+    color = f"var(--{line.color})"
+    points = [at(step, value) for step, value in zip(steps, line.values, strict=True) if value is not None]
+    yield f'<polyline fill="none" stroke="{color}" stroke-width="1.8" points="{" ".join(points)}"/>'
+    for x, y in (point.split(",") for point in points):
+        yield f'<circle fill="{color}" cx="{x}" cy="{y}" r="2.2"/>'
 
 
 def ticks(low: float, high: float) -> list[float]:

@@ -21,6 +21,8 @@ DEAD_GROUPS_SHARE = 0.5
 FAILING_SHARE = 0.02
 WRITTEN_STEPS = 10  # steps that a warning of the training itself stays up
 WRITTEN_MOST = 3  # of those, the newest
+SKIPPED_RECENT = 20  # steps looked at for whether updates are still being skipped,
+SKIPPED_SHARE = 0.25  # and the skipped updates a step from which they are too many to be the usual few
 
 # Reasons that say the reward function misbehaved; "not applicable" and "unparseable" are its answers.
 _REMEDY = {
@@ -49,6 +51,25 @@ def find(rows: list[Row], completions: list[Row], events: list[Row]) -> list[dic
     """
     found = [*_failing(completions), *_dead_rewards(rows), *_truncated(rows), *_dead_groups(rows, completions)]
     return [asdict(warn) for warn in [*_written(rows, events), *found]]
+
+
+def skipped_updates(rows: list[Row]) -> str:
+    """How many updates moved nothing, and the loss scale, in words; "" where there is neither.
+
+    No warning: while float16's loss scale finds its level, the first updates are expected to overflow.
+    """
+    skipped = sum(row.get("skipped_updates") or 0 for row in rows)
+    scale = next((row["loss_scale"] for row in reversed(rows) if row.get("loss_scale") is not None), None)
+    if not skipped:
+        return "" if scale is None else f"no update was skipped, loss scale {scale:,.0f}"
+    updates, steps = "updates were" if skipped > 1 else "update was", "steps" if len(rows) > 1 else "step"
+    were = f"{skipped:.0f} {updates} skipped in {len(rows)} {steps}"
+    if scale is None:
+        return f"{were}: the gradient held a number that is not finite"
+    recent = [row.get("skipped_updates") or 0 for row in rows[-SKIPPED_RECENT:]]
+    many = len(recent) == SKIPPED_RECENT and sum(recent) > SKIPPED_SHARE * SKIPPED_RECENT
+    usual = "more than the few that are normal at the start" if many else "a few at the start are normal"
+    return f"{were}: float16 overflowed, loss scale now {scale:,.0f}; {usual}"
 
 
 def reward_names(rows: list[Row]) -> list[str]:

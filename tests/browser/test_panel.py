@@ -272,3 +272,47 @@ def test_the_table_keeps_still_while_it_is_read(notebook: Callable[..., Any]) ->
     page.wait_for_function(f"Number(document.querySelector('.gk-steplabel').textContent.split(' ')[1]) > {step + 3}")
     page.get_by_label("previous step").click()
     page.get_by_text("newest", exact=True).wait_for(timeout=30_000)
+
+
+def test_held_out_accuracy_and_the_same_question(notebook: Callable[..., Any]) -> None:
+    fake = "run = FakeRun(tempfile.mkdtemp(), ready=20, evaluate_every=10, float16=True)"
+    cells = [start(before=fake, after=""), "for _ in range(10): run.write_step()"]
+    cells += ["run.record.forget_after(20); run.step = 20; run.notify()"]
+    nb = notebook("heldout.ipynb", cells)
+    page = nb.page
+    dots = "() => [...(document.querySelector('.gk-exact .gk-plot')?.data?.[0]?.x ?? [])].join()"
+    steps = "() => [...document.querySelectorAll('.gk-canary time')].map((time) => time.textContent).join()"
+    nb.run(0)
+    page.wait_for_function(f"() => ({dots})() === '0,10,20'", timeout=60_000)
+    held_out = page.locator(".gk-exact")
+    assert "before training 22 %" in held_out.inner_text()
+    assert "within 4 tries" in held_out.inner_text()
+    assert page.evaluate(steps) == "step 20,step 10,before training"
+    assert "2 updates were skipped in 20 steps" in page.locator(".gk-header").inner_text()
+    assert page.locator(".gk-log summary").inner_text() == "What happened nothing yet"
+
+    first = page.locator(".gk-canary details").last
+    line, answer = first.locator("summary"), first.locator(".gk-full")
+    assert line.bounding_box()["height"] < 30
+    assert not answer.is_visible()
+    line.click()
+    assert answer.is_visible()
+    assert "<script>window.hacked=1</script>" in answer.inner_text()
+    assert page.locator(".gk-panel :is(img, script)").count() == 0
+    assert page.evaluate("window.hacked") is None
+
+    nb.run(1)
+    page.wait_for_function(f"() => ({dots})() === '0,10,20,30'", timeout=30_000)
+    assert page.evaluate(steps) == "step 30,step 20,step 10,before training"
+    assert answer.is_visible(), "what was opened stays open"
+    nb.run(2)
+    page.wait_for_function(f"() => ({dots})() === '0,10,20'", timeout=30_000)
+    assert page.evaluate(steps) == "step 20,step 10,before training"
+
+
+def test_a_run_without_evaluations_shows_no_card_for_them(notebook: Callable[..., Any]) -> None:
+    nb = notebook("not_evaluated.ipynb", [start(ready=3, after="")])
+    nb.run(0)
+    wait_for_drawn(nb.page, 3)
+    for card in (".gk-heldout", ".gk-exact", ".gk-canary", ".gk-skipped"):
+        assert not nb.page.locator(card).is_visible()

@@ -43,6 +43,7 @@ def metrics(step: int, rng: random.Random, seconds: float = 4.8) -> dict[str, fl
         "dead_groups": share(0.45 - 0.25 * done + step / 1500, 0.06),
         "clip_ratio": 0.0,
         "grad_norm": noisy(0.4, 0.05),
+        "skipped_updates": 0.0,
         "learning_rate": 5e-6,
         "sampler_gap": 1e-3,
         "tokens": 4096.0,
@@ -51,6 +52,21 @@ def metrics(step: int, rng: random.Random, seconds: float = 4.8) -> dict[str, fl
         "seconds_reward": seconds * 0.02,
         "seconds_update": seconds * 0.33,
     }
+
+
+def evaluation(step: int) -> tuple[str, dict[str, float]]:
+    """Text and data of an "evaluation" event: from 22 % to 91 % of 46 answers."""
+    accuracy = 0.22 + 0.72 / (1 + math.exp(-(step - 60) / 12)) * (step > 0)
+    within = min(1.0, accuracy + 0.19 * (1 - accuracy) + 0.04)
+    data = {"accuracy": accuracy, "pass_at_k": within, "k": 4, "reward": 3 * accuracy, "answers": 46}
+    return f"held-out: {accuracy:.0%} right, {within:.0%} within 4 tries", {**data, "rewards/right_answer": accuracy}
+
+
+def canary(step: int) -> tuple[str, dict[str, str]]:
+    """Text and data of a "canary" event: hostile, and longer at first than later."""
+    said = "8 + 7 is 15." if step > 60 else "Let me think about it.\n  8 plus 7, that is 8 and 2 more and 5 more. " * 6
+    answer = f"<reasoning>{said}</reasoning>\n<answer>{15 if step > 30 else 14}</answer>{HOSTILE if step == 0 else ''}"
+    return answer, {"prompt": f"<|user|>\nWhat is 8 + 7? {HOSTILE}\n<|assistant|>\n", "answer": answer}
 
 
 def completions(rng: random.Random, groups: int = 4, answers: int = 4) -> list[dict[str, Any]]:
@@ -91,7 +107,8 @@ class FakeRun:
     """Has all that a panel uses of a Run. `seconds` is the time between steps; `start()` starts the thread.
 
     `calls` collects (time, what) of every control called; `edit_step` writes a "reward edited" event there;
-    `change_rows` may alter each step's metrics and completions in place.
+    `change_rows` may alter each step's metrics and completions in place. With `evaluate_every` there is an evaluation
+    and a canary's answer before training and after every so many steps; `float16` overflows in steps 1 and 3.
     """
 
     def __init__(
@@ -102,6 +119,8 @@ class FakeRun:
         ready: int = 0,
         edit_step: int = 57,
         change_rows: Callable[[int, dict[str, Any], list[dict[str, Any]]], None] | None = None,
+        evaluate_every: int | None = None,
+        float16: bool = False,
     ) -> None:
         self.name = "fake-run"
         self.directory = Path(directory)
@@ -111,11 +130,13 @@ class FakeRun:
         self.error: str | None = None
         self.weights, self.learning_rate = dict(REWARDS), 5e-6
         self.calls: list[tuple[float, str]] = []
-        self._change_rows = change_rows
+        self._change_rows, self._evaluate_every, self._float16 = change_rows, evaluate_every, float16
         self._callbacks: list[Callable[[], None]] = []
         self._wake, self._paused, self._stopped = threading.Event(), False, False
         self._rng = random.Random(0)
         self._thread = threading.Thread(target=self._loop, daemon=True, name="fake training")
+        if evaluate_every:
+            self.write_evaluation()
         for _ in range(ready):
             self.write_step()
 
@@ -129,11 +150,21 @@ class FakeRun:
         if step == self.edit_step:
             self.record.add_event("reward edited", "number_close was edited", step)
         row, answers = metrics(step, self._rng), completions(self._rng)
+        if self._float16:
+            row |= {"loss_scale": 65536.0 if step == 1 else 32768.0 if step < 4 else 16384.0}
+            row["skipped_updates"] = float(step in (1, 3))
         if self._change_rows is not None:
             self._change_rows(step, row, answers)
         self.record.write_step(step, row, answers)
         self.step, self.elapsed = step, self.elapsed + (row["seconds"] or 0.0)
+        if self._evaluate_every and step % self._evaluate_every == 0:
+            self.write_evaluation()
         self.notify()
+
+    def write_evaluation(self) -> None:
+        """What a run writes when it has answered held-out prompts, with the adapter as it is."""
+        for kind, (text, data) in (("evaluation", evaluation(self.step)), ("canary", canary(self.step))):
+            self.record.add_event(kind, text, self.step, data)
 
     def set_state(self, state: str, error: str | None = None) -> None:
         self.state, self.error = state, error

@@ -215,3 +215,43 @@ def test_before_the_first_step_there_is_no_picture(tmp_path: Path) -> None:
     bundle = Panel(FakeRun(tmp_path))._repr_mimebundle_()
     assert bundle is not None
     assert "text/html" not in bundle[0]
+
+
+def test_evaluations_and_the_same_question_arrive_as_events(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, ready=2, evaluate_every=2, float16=True)
+    panel = Wire(run)
+    (answer,) = panel.ask(type="poll")
+    assert [(event["kind"], event["step"]) for event in answer["events"]] == [
+        ("evaluation", 0),
+        ("canary", 0),
+        ("evaluation", 2),
+        ("canary", 2),
+    ]
+    assert answer["events"][0]["data"]["accuracy"] == pytest.approx(0.22)
+    assert answer["status"]["skipped"].startswith("1 update was skipped in 2 steps")
+
+    run.write_step()
+    run.write_step()
+    (more,) = panel.ask(type="poll", **has(answer))
+    assert [(event["kind"], event["step"]) for event in more["events"]] == [("evaluation", 4), ("canary", 4)]
+    (again,) = panel.ask(type="poll", **has(answer))
+    assert again["events"] == more["events"]
+    run.record.close()
+
+
+def test_evaluations_of_forgotten_steps_are_gone_in_the_new_epoch(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, ready=4, evaluate_every=2)
+    panel = Wire(run)
+    (before,) = panel.ask(type="poll")
+    run.record.forget_after(2)
+    run.step = 2
+    run.write_step()
+    (after,) = panel.ask(type="poll", **has(before))
+    assert (after["epoch"], after["events_since"]) == (before["epoch"] + 1, 0)
+    assert [event["step"] for event in after["events"] if event["kind"] == "evaluation"] == [0, 2]
+    run.record.close()
+
+
+def test_a_run_that_skips_nothing_says_nothing_of_it(run: FakeRun) -> None:
+    (answer,) = Wire(run).ask(type="poll")
+    assert answer["status"]["skipped"] == ""

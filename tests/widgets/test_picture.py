@@ -91,3 +91,24 @@ def test_a_notebook_displays_the_run_as_it_was(tmp_path: Path) -> None:
     shown = Picture(run)
     run.write_step()
     assert "step 2" in Page(shown._repr_html_()).text
+
+
+def test_evaluations_the_same_question_and_skipped_updates(tmp_path: Path) -> None:
+    html = picture(FakeRun(tmp_path, ready=100, evaluate_every=10, float16=True))
+    page = Page(html)
+    assert page.tags.count("svg") == 7
+    assert html.count('class="mark"') == 7, "the edited reward; evaluations are no marks"
+    assert "now 92 %, before training 22 %" in page.text
+    assert "within 4 tries" in page.text
+    assert "2 updates were skipped in 100 steps: float16 overflowed, loss scale now 16,384" in page.text
+    answers = [page.text.index(f"step {step} ") for step in (100, 90, 80, 70, 60, 50, 40)]
+    assert answers == sorted(answers)
+    assert page.text.index("and 3 between") < page.text.index("before training <reasoning>")
+    assert HOSTILE in page.text
+    assert not {"script", "img"} & set(page.tags)
+
+
+def test_a_run_without_evaluations_has_none_of_it(tmp_path: Path) -> None:
+    text = Page(picture(FakeRun(tmp_path, ready=3))).text
+    for words in ("held-out", "The same question", "skipped"):
+        assert words not in text.split("</style>")[-1]

@@ -38,3 +38,19 @@ def test_texts_are_not_read_as_html(tmp_path: Path) -> None:
 def test_nothing_to_plot_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not finished a step"):
         plot(FakeRun(tmp_path))
+
+
+def test_an_evaluated_run_has_a_seventh_chart(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, ready=20, evaluate_every=10, float16=True)
+    figure = plot(run)
+    (greedy,) = [trace for trace in figure.data if trace.name == "greedy"]
+    (within,) = [trace for trace in figure.data if trace.name == "within 4 tries"]
+    measured = [event["data"] for event in run.record.events() if event["kind"] == "evaluation"]
+    assert list(greedy.x) == list(within.x) == [0, 10, 20]
+    assert list(greedy.y) == [data["accuracy"] for data in measured]
+    assert list(within.y) == [data["pass_at_k"] for data in measured]
+    titles = [annotation.text for annotation in figure.layout.annotations]
+    assert len(titles) == 7
+    assert "before training 22 %" in titles[6]
+    assert "2 updates were skipped in 20 steps" in figure.layout.title.text
+    assert not [trace for trace in figure.data if trace.name == "event"], "evaluations are no marks"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_kit.widgets.svg import smooth, ticks
+from grpo_kit.widgets.svg import Line, chart, smooth, ticks
 
 
 def test_smooth_starts_unbiased() -> None:
@@ -21,3 +21,17 @@ def test_smooth_leaves_gaps() -> None:
 )
 def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
     assert ticks(low, high) == pytest.approx(expected)
+
+
+def test_an_exact_line_has_a_dot_a_value_and_nothing_smoothed() -> None:
+    svg = chart("accuracy", [0, 10, 20], [Line("greedy", "blue", [0.0, None, 1.0], exact=True)], [(7, "edited")], True)
+    assert svg.count("<circle") == 2
+    assert svg.count("<polyline") == 1
+    # the chart is 340 wide with 34 and 8 beside it, 132 high with 8 and 18 above and below
+    assert 'points="34.0,114.0 332.0,8.0"' in svg
+
+
+def test_marks_outside_the_chart_are_left_out() -> None:
+    svg = chart("accuracy", [10, 20], [Line("greedy", "blue", [0.0, 1.0])], [(9, "early"), (20, "now"), (21, "late")])
+    assert svg.count('class="mark"') == 1
+    assert "<title>now</title>" in svg

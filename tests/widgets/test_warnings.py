@@ -111,3 +111,26 @@ def test_warnings_of_the_training_are_passed_on_for_ten_steps() -> None:
     assert (warning["key"], warning["title"]) == ("event/4", "Warning at step 3.")
     assert warning["text"] == "out of memory: micro-batch halved"
     assert warnings.find(rows(13), [], [event]) == []
+
+
+def test_skipped_updates_are_said_with_the_loss_scale() -> None:
+    said = warnings.skipped_updates(rows(30, skipped_updates=lambda step: float(step in (1, 3)), loss_scale=16384.0))
+    assert said == (
+        "2 updates were skipped in 30 steps: float16 overflowed, loss scale now 16,384; a few at the start are normal"
+    )
+    assert warnings.skipped_updates(rows(3, skipped_updates=0.0, loss_scale=65536.0)) == (
+        "no update was skipped, loss scale 65,536"
+    )
+
+
+def test_skipped_updates_are_said_only_where_there_are_any() -> None:
+    assert warnings.skipped_updates([]) == ""
+    assert warnings.skipped_updates(rows(3)) == ""
+    assert warnings.skipped_updates(rows(3, skipped_updates=0.0)) == ""
+    said = warnings.skipped_updates(rows(1, skipped_updates=1.0))
+    assert said == "1 update was skipped in 1 step: the gradient held a number that is not finite"
+
+
+def test_updates_that_go_on_being_skipped_are_not_called_normal() -> None:
+    said = warnings.skipped_updates(rows(40, skipped_updates=lambda step: float(step % 3 == 0), loss_scale=1.0))
+    assert "more than the few that are normal" in said

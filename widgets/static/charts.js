@@ -49,6 +49,27 @@ const CARDS = [
                    { key: "truncated", name: "cut off", color: "gray" }] },
 ];
 
+// Drawn from the evaluations instead of the steps: few values that each count, so dots, and nothing smoothed.
+const HELD_OUT = { key: "held_out", title: "held-out accuracy", term: "greedy answers to prompts kept out of the training; within k tries: pass@k",
+  value: (row, rows) => heldOutWords(rows), note: "share of right answers", share: true, exact: true,
+  series: (names, rows) => {
+    const tries = rows.findLast((row) => known(row.pass_at_k));
+    const greedy = { key: "accuracy", name: "greedy", color: "blue" };
+    return tries ? [greedy, { key: "pass_at_k", name: `within ${tries.k} tries`, color: "green" }] : [greedy];
+  } };
+const QUIET = new Set(["evaluation", "canary"]); // kinds that have a card of their own and would flood a list of events
+
+// One row an evaluation, in step order; step 0 is before training. Of two at one step, which a resume leaves, the later counts.
+const evaluations = (events) => {
+  const measured = events.filter((event) => event.kind === "evaluation").map((event) => [event.step, { ...event.data, step: event.step }]);
+  return [...new Map(measured).values()].filter((row) => known(row.accuracy)).sort((one, other) => one.step - other.step);
+};
+const heldOutWords = (rows) => {
+  const first = rows[0], last = rows.at(-1);
+  const now = last.step > 0 ? [`now ${percent(last.accuracy)}`] : [];
+  return [...now, ...(first.step === 0 ? [`before training ${percent(first.accuracy)}`] : [])].join(", ");
+};
+
 const MARKED = new Set(["reward edited", "option changed", "warning"]);
 const SMOOTHING = 0.15; // weight of the newest value in the smoothed line
 const MOST = 800; // points of a line; beyond, every 2nd, 4th, 8th … step is drawn
@@ -78,7 +99,7 @@ class Chart {
     this.plot = h("div", { class: "gk-plot" });
     this.empty = h("div", { class: "gk-empty" }, "waiting for the first step");
     this.note = h("div", { class: "gk-note" });
-    this.el = h("section", { class: "gk-card gk-chart", "aria-label": card.title },
+    this.el = h("section", { class: `gk-card gk-chart${card.exact ? " gk-exact" : ""}`, "aria-label": card.title },
       h("header", {}, h("h4", { title: card.term }, card.title), this.value),
       h("div", { class: "gk-plotbox" }, this.plot, this.empty), this.note);
     this.reset();
@@ -90,8 +111,8 @@ class Chart {
   // The numbers need no plotly and are there at once.
   label(rows) {
     const row = rows.at(-1), names = rewardNames(rows);
-    say(this.value, row ? this.card.value(row) : MISSING);
-    const series = this.card.series(names);
+    say(this.value, row ? this.card.value(row, rows) : MISSING);
+    const series = this.card.series(names, rows);
     const legend = series.length > 1 || series.some((line) => line.spread) || this.card.key === "rewards";
     const signature = legend ? series.map((line) => line.name).join("\n") : "note";
     if (this.signature !== signature) {
@@ -113,7 +134,7 @@ class Chart {
       show(this.empty, true);
       return;
     }
-    const series = this.card.series(rewardNames(rows));
+    const series = this.card.series(rewardNames(rows), rows);
     const names = series.map((line) => line.key).join("\n");
     const marks = events.filter((event) => MARKED.has(event.kind) && event.step !== null);
     const anew = this.drawn < 0 || this.names !== names || this.marks !== marks.length || (this.drawn <= FEW && rows.length > FEW) || rows.length > MOST * this.stride;
@@ -155,6 +176,7 @@ class Chart {
     const x = thinned(rows.map((row) => row.step));
     const traces = this.series.flatMap((line) => {
       const raw = rows.map((row) => row[line.key] ?? null), smooth = raw.map((value) => line.smooth.next(value));
+      if (this.card.exact) return [raw];
       const curves = [raw, smooth];
       if (!line.spread) return curves;
       const spread = rows.map((row) => line.band.next(row[line.spread]));
@@ -165,7 +187,7 @@ class Chart {
   }
 
   traces(columns, few, style) {
-    const kinds = this.series.flatMap((line) => (line.spread ? ["low", "high", "raw", "smooth"] : ["raw", "smooth"]).map((kind) => [line, kind]));
+    const kinds = this.series.flatMap((line) => (this.card.exact ? ["raw"] : line.spread ? ["low", "high", "raw", "smooth"] : ["raw", "smooth"]).map((kind) => [line, kind]));
     return kinds.map(([line, kind], index) => {
       const color = style.colors[line.color];
       const trace = { ...columns[index], type: "scatter", mode: "lines", name: plain(line.name), hoverinfo: "skip", line: { color, width: 0 } };
@@ -174,7 +196,8 @@ class Chart {
       if (kind === "raw") {
         const hover = this.card.share ? "%{y:.0%}" : "%{y:.3~g}";
         Object.assign(trace, { opacity: few ? 0.6 : 0.32, line: { color, width: 1 }, marker: { color, size: 4 } });
-        Object.assign(trace, { mode: few ? "lines+markers" : "lines", hoverinfo: "all", hovertemplate: `${plain(line.name)} <b>${hover}</b><extra></extra>` });
+        if (this.card.exact) Object.assign(trace, { opacity: 1, line: { color, width: 2 }, marker: { color, size: 6 } });
+        Object.assign(trace, { mode: few || this.card.exact ? "lines+markers" : "lines", hoverinfo: "all", hovertemplate: `${plain(line.name)} <b>${hover}</b><extra></extra>` });
       }
       return trace;
     });

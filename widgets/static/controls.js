@@ -20,10 +20,11 @@ class Header {
     this.lag = h("span", { class: "gk-lag", hidden: true, role: "status" });
     this.pause = h("button", { class: "gk-button gk-pause", type: "button", onclick: () => this.togglePause() });
     this.stop = h("button", { class: "gk-button gk-stop", type: "button", onclick: () => this.askStop() }, "Stop");
+    this.skipped = h("span", { class: "gk-hint gk-skipped", hidden: true, title: "gradient scaler: an update whose gradients are not finite is dropped; in float16 they are scaled up to stay above its smallest number, and the scale is halved whenever they overflow" });
     this.el = h("div", { class: "gk-header" },
       h("span", { class: "gk-now" }, this.dot, this.state), h("span", { class: "gk-soft" }, this.step, this.steps), this.bar,
       h("span", { class: "gk-soft gk-figures" }, this.time), h("span", { class: "gk-soft gk-figures" }, this.perStep, this.split), this.lag,
-      h("span", { class: "gk-buttons" }, this.pause, this.stop));
+      h("span", { class: "gk-buttons" }, this.pause, this.stop), this.skipped);
   }
 
   // The click is answered on the page at once; what the run says follows.
@@ -66,6 +67,8 @@ class Header {
     this.stop.classList.toggle("gk-danger", Boolean(this.sure));
     this.pause.disabled = over || state === "stopping" || Boolean(this.wanted);
     this.stop.disabled = over || state === "stopping" || this.wanted === "stop";
+    say(this.skipped, status.skipped);
+    show(this.skipped, Boolean(status.skipped));
     show(this.pause, !over);
     show(this.stop, !over);
   }
@@ -167,6 +170,49 @@ class Notices {
   }
 }
 
+// What the model answered to one question, always the same, before training and later: the newest first.
+class Canary {
+  constructor() {
+    this.question = h("div", { class: "gk-question", tabindex: "0", role: "region", "aria-label": "question" });
+    this.list = h("ol");
+    this.el = h("section", { class: "gk-card gk-canary", hidden: true, "aria-label": "the same question through the run" },
+      h("header", {}, h("h4", { title: "canary: one prompt, answered again and again" }, "The same question through the run")),
+      this.question, this.list);
+    this.forget();
+  }
+
+  forget() {
+    this.prompt = undefined;
+    this.steps = new Map();
+    this.list.replaceChildren();
+    show(this.el, false);
+  }
+
+  update(events) {
+    for (const { step, data } of events.filter((event) => event.kind === "canary")) {
+      if (data.prompt !== this.prompt) this.ask(data.prompt);
+      this.steps.get(step)?.remove(); // answered again after a resume
+      const answer = this.answer(step, data.answer);
+      this.steps.set(step, answer);
+      this.list.prepend(answer);
+    }
+  }
+
+  ask(prompt) {
+    this.forget();
+    this.prompt = prompt;
+    show(this.el, true);
+    say(this.question, prompt);
+    this.question.scrollTop = this.question.scrollHeight; // the question stands at the end
+  }
+
+  answer(step, text) {
+    return h("li", {}, h("details", {},
+      h("summary", {}, h("time", {}, step === 0 ? "before training" : `step ${step}`), h("span", { class: "gk-line" }, text)),
+      h("div", { class: "gk-full", tabindex: "0" }, text)));
+  }
+}
+
 class Log {
   constructor() {
     this.list = h("ol");
@@ -180,7 +226,8 @@ class Log {
     this.drawn = 0;
   }
 
-  update(events) {
+  update(all) {
+    const events = all.filter((event) => !QUIET.has(event.kind));
     for (const event of events.slice(this.drawn)) {
       const time = new Date(1000 * event.time).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
       this.list.prepend(h("li", {}, h("time", {}, time), h("span", { class: "gk-soft" }, event.step === null ? "" : `step ${event.step}`),

@@ -12,6 +12,7 @@ const DRAW_SHARE = 0.2; // and with many steps so seldom that drawing takes no m
 
 function render({ model, el }) {
   const rows = [], events = [];
+  let held = []; // the evaluations among the events, as rows
   let status, epoch = -1, completionsStep = 0;
   let heard = 0, asked = -Infinity, waiting = false, drawAt = 0, frame = 0;
 
@@ -19,14 +20,17 @@ function render({ model, el }) {
   const have = () => ({ since: rows.at(-1)?.step ?? 0, events_since: events.at(-1)?.id ?? 0, completions_step: completionsStep, epoch });
   const poll = () => { asked = performance.now(); waiting = true; send({ type: "poll" }); };
 
-  const header = new Header(send), knobs = new Knobs(send), notices = new Notices(), log = new Log();
+  const header = new Header(send), knobs = new Knobs(send), notices = new Notices(), canary = new Canary(), log = new Log();
   const charts = CARDS.map((card) => new Chart(card, (step) => completions.go(step)));
+  const heldOut = new Chart(HELD_OUT, (step) => completions.go(step)), all = [...charts, heldOut];
   const completions = new Completions((step) => model.send({ type: "completions", step }));
   const problem = h("div", { class: "gk-alert gk-failed", role: "alert", hidden: true });
   const root = h("div", { class: "gk-panel", "data-theme": isDark() ? "dark" : "light" },
-    header.el, notices.failure, h("div", { class: "gk-cards" }, ...charts.map((chart) => chart.el)), problem, notices.list, knobs.el, completions.el, log.el);
+    header.el, notices.failure, h("div", { class: "gk-cards" }, ...charts.map((chart) => chart.el)),
+    h("div", { class: "gk-heldout" }, heldOut.el, canary.el), problem, notices.list, knobs.el, completions.el, log.el);
   const host = h("div", { class: "gk-host" }, root);
   el.append(host);
+  show(heldOut.el, false);
 
   let Plotly, style;
   const page = plotlyOfPage();
@@ -52,16 +56,19 @@ function render({ model, el }) {
     if (message.epoch !== epoch) { // a resume rewrote steps: all that is shown is out of date
       epoch = message.epoch;
       rows.length = events.length = completionsStep = 0;
-      charts.forEach((chart) => chart.reset());
+      held = [];
+      all.forEach((chart) => chart.reset());
       completions.forget();
+      canary.forget();
       log.forget();
     }
+    const before = events.length;
     const gap = append(rows, message.rows, message.since, "step") | append(events, message.events, message.events_since, "id");
+    happened(events.slice(before));
     status = message.status;
     header.update(status);
     knobs.update(status);
     notices.update(status);
-    log.update(events);
     charts.forEach((chart) => chart.label(rows));
     if (message.completions) {
       completionsStep = message.completions.step;
@@ -70,6 +77,17 @@ function render({ model, el }) {
     root.dataset.step = have().since;
     schedule();
     if (gap && !waiting) poll();
+  };
+
+  const happened = (fresh) => {
+    log.update(events);
+    if (fresh.some((event) => event.kind === "evaluation")) {
+      held = evaluations(events);
+      heldOut.reset(); // few and seldom: drawn anew, also where a resume measured a step again
+    }
+    show(heldOut.el, held.length > 0);
+    if (held.length) heldOut.label(held);
+    canary.update(fresh); // last: it scrolls to the question's end, once its card has its width
   };
 
   // Draws from the data as it stands then: nothing is queued while the page is hidden.
@@ -81,6 +99,7 @@ function render({ model, el }) {
       if (early > 0) { frame = setTimeout(() => { frame = 0; schedule(); }, early); return; }
       style ??= styleOf(root);
       charts.forEach((chart) => chart.draw(Plotly, rows, events, style));
+      heldOut.draw(Plotly, held, events, style);
       const end = performance.now();
       drawAt = end + Math.max(DRAW_MS, (end - start) / DRAW_SHARE);
       root.dataset.drawMs = Math.round(end - start);
@@ -106,11 +125,11 @@ function render({ model, el }) {
   const themed = () => {
     root.dataset.theme = isDark() ? "dark" : "light";
     style = undefined;
-    charts.forEach((chart) => chart.reset());
+    all.forEach((chart) => chart.reset());
     schedule();
   };
   const resized = new ResizeObserver(() => {
-    for (const chart of charts) if (chart.drawn > 0 && chart.plot.offsetWidth) Plotly.Plots.resize(chart.plot);
+    for (const chart of all) if (chart.drawn > 0 && chart.plot.offsetWidth) Plotly.Plots.resize(chart.plot);
     schedule(); // also when the panel comes back into the page
   });
 
@@ -128,7 +147,7 @@ function render({ model, el }) {
     document.removeEventListener("visibilitychange", visible);
     unwatch();
     resized.disconnect();
-    if (Plotly) charts.forEach((chart) => Plotly.purge(chart.plot));
+    if (Plotly) all.forEach((chart) => Plotly.purge(chart.plot));
   };
 }
 
