@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 SCALES = ("group", "batch", "none")
+AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 STD_FLOOR = 1e-4
 
 
@@ -25,9 +26,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale: str = "group"
     """
     if scale not in SCALES:
         raise ValueError(f"scale_rewards must be one of {', '.join(SCALES)}; got {scale!r}")
-    if len(rewards) % num_generations:
-        raise ValueError(f"{len(rewards)} rewards can't be split into groups of {num_generations}")
-    groups = rewards.float().view(-1, num_generations)  # [P, G]
+    groups = _grouped(rewards, num_generations)  # [P, G]
     centred = groups - groups.nanmean(-1, keepdim=True)
     if scale == "group":
         centred = centred / (_nanstd(groups, -1) + STD_FLOOR)
@@ -38,6 +37,42 @@ def group_advantages(rewards: Tensor, num_generations: int, scale: str = "group"
     return centred.nan_to_num(0.0).masked_fill(dead, 0.0).flatten()
 
 
+def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False) -> Tensor:
+    """RLOO's advantage: A_i = r_i − mean of the other scored completions of its group, float32 [N].
+
+    rewards [N], ordered by group, KL penalty included. `normalize` brings the step's advantages to mean 0 and std 1. A
+    group that was scored alike, or with fewer than two scored completions, gets 0. RLOO,
+    https://arxiv.org/abs/2402.14740, section 3.2. Raises ValueError for a number of rewards that is not a multiple of
+    `num_generations`.
+    """
+    groups = _grouped(rewards, num_generations)  # [P, G]
+    others = (~groups.isnan()).sum(-1, keepdim=True) - 1
+    baseline = (groups.nansum(-1, keepdim=True) - groups) / others
+    dead = dead_groups(rewards, num_generations)[:, None]  # equal rewards leave rounding behind
+    advantages = (groups - baseline).masked_fill(dead, 0.0)
+    advantages = advantages.masked_fill(groups.isnan() | (others < 1), torch.nan)  # not counted in the step's mean
+    if normalize:
+        advantages = (advantages - advantages.nanmean()) / (_nanstd(advantages.flatten(), 0) + STD_FLOOR)
+    return advantages.nan_to_num(0.0).masked_fill(dead, 0.0).flatten()
+
+
+def normalized_per_reward(scores: Tensor, weights: Tensor, num_generations: int) -> Tensor:
+    """GDPO's advantage: each reward brought to mean 0 and std 1 within its group, then weighed and summed, then the
+    step's sums brought to mean 0 and std 1; float32 [N].
+
+    scores [N, K], ordered by group, NaN where a reward did not apply; weights [K]. So two rewards that split a group
+    differently stay apart, where their plain sums would be equal. A group in which no reward varies gets 0. GDPO,
+    https://arxiv.org/abs/2601.05242, section 3. Raises ValueError as `group_advantages`.
+    """
+    columns = scores.float().unbind(-1)
+    each = torch.stack([_standardized(column, num_generations) for column in columns], -1)  # [N, K]
+    total = (each * weights.to(each)).nansum(-1)
+    total = total.masked_fill(scores.isnan().all(-1), torch.nan)
+    advantages = (total - total.nanmean()) / (_nanstd(total, 0) + STD_FLOOR)
+    dead = torch.stack([dead_groups(column, num_generations) for column in columns]).all(0)  # [P]
+    return advantages.nan_to_num(0.0).masked_fill(dead.repeat_interleave(num_generations), 0.0)
+
+
 def dead_groups(rewards: Tensor, num_generations: int) -> Tensor:
     """Which groups hold no signal, bool [P]: all scored alike, or fewer than two scored. rewards [N] ordered by
     group."""
@@ -45,6 +80,19 @@ def dead_groups(rewards: Tensor, num_generations: int) -> Tensor:
     lowest = groups.nan_to_num(torch.inf).amin(-1)
     highest = groups.nan_to_num(-torch.inf).amax(-1)
     return highest - lowest < 1e-6
+
+
+def _grouped(rewards: Tensor, num_generations: int) -> Tensor:
+    """[N] as float32 [P, G]."""
+    if len(rewards) % num_generations:
+        raise ValueError(f"{len(rewards)} rewards can't be split into groups of {num_generations}")
+    return rewards.float().view(-1, num_generations)
+
+
+def _standardized(rewards: Tensor, num_generations: int) -> Tensor:
+    """Mean 0 and std 1 within each group, NaN kept; [N]."""
+    advantages = group_advantages(rewards, num_generations)
+    return advantages.masked_fill(rewards.isnan(), torch.nan)
 
 
 def _nanstd(values: Tensor, dim: int) -> Tensor:

@@ -6,38 +6,70 @@ To add one: write a file that calls `register`, name it in `algorithms/__init__.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
+
+ESTIMATORS = ("group", "leave_one_out", "gae", "pairs")
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A policy loss over tokens and the options it comes with.
+    """An advantage estimator, a loss, and the options that the two come with.
 
-    weights:       (lengths [N] of trained tokens, max_completion_length) → [N], the weight of each sequence's tokens
-                   in the loss of one optimizer step. The step's loss is Σ_i weights_i · Σ_t loss_it, however it is cut
-                   into micro-batches.
-    scale_rewards: which std divides the group's advantages unless the user says otherwise.
-    epsilon_high:  upper clip unless the user says otherwise; None means the same as epsilon.
+    summary, formula, source, when: what `explain` shows; the formula is LaTeX.
+    loss:       for all but pairs `(logprobs, old_logprobs, advantages, mask, *, options…) → (loss, clipped)`, all of
+                [B, T] (advantages [B] or [B, T]). For pairs `(chosen, rejected, *, options…) → loss`, all [P], of the
+                two answers' log-ratios to the reference. Its keyword-only parameters are options of a run under the
+                same names. A loss with a fifth parameter `correction` weighs by the sampler's gap itself.
+    weights:    (lengths [N] of trained tokens, max_completion_length) → [N], the weight of each sequence's tokens
+                in the loss of one optimizer step. The step's loss is Σ_i weights_i · Σ_t loss_it, however it is cut
+                into micro-batches. Pairs ignore it: each counts the same.
+    advantages: "group" (`group_advantages`), "leave_one_out", "gae" (with a value head) or "pairs".
+    defaults:   options that differ from everyone's unless the user says otherwise.
+    kl_in_reward: β·KL is taken off the reward and not added to the loss.
     """
 
     name: str
     summary: str
+    formula: str
     source: str
+    when: str
+    loss: Callable[..., Any]
     weights: Callable[[Tensor, int], Tensor]
-    scale_rewards: str = "group"
-    epsilon_high: float | None = None
+    advantages: str = "group"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    kl_in_reward: bool = False
+
+    @property
+    def value_head(self) -> bool:
+        """Whether it needs a critic."""
+        return self.advantages == "gae"
+
+    @property
+    def loss_options(self) -> tuple[str, ...]:
+        """The options that its loss takes."""
+        parameters = inspect.signature(self.loss).parameters.values()
+        return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+    @property
+    def corrects_itself(self) -> bool:
+        """Whether its loss takes the sampler's correction as an argument."""
+        return "correction" in inspect.signature(self.loss).parameters
 
 
 ALGORITHMS: dict[str, Algorithm] = {}
 
 
 def register(algorithm: Algorithm) -> None:
-    """Add to the table. Raises ValueError if the name is taken."""
+    """Add to the table. Raises ValueError if the name is taken or the estimator unknown."""
     if algorithm.name in ALGORITHMS:
         raise ValueError(f"an algorithm named {algorithm.name!r} is registered already")
+    if algorithm.advantages not in ESTIMATORS:
+        raise ValueError(f"advantages must be one of {', '.join(ESTIMATORS)}; got {algorithm.advantages!r}")
     ALGORITHMS[algorithm.name] = algorithm
 
 

@@ -2,7 +2,18 @@
 
 from grpo_kit.model.chat import Chat
 from grpo_kit.model.load import load_model
-from grpo_kit.model.model import LoadOptions, Model
+from grpo_kit.model.model import LoadOptions, Model, TokenOutputs
 from grpo_kit.model.precision import Precision, choose_precision, dtype_for_capability
+from grpo_kit.model.value_head import ValueHead
 
-__all__ = ["Chat", "LoadOptions", "Model", "Precision", "choose_precision", "dtype_for_capability", "load_model"]
+__all__ = [
+    "Chat",
+    "LoadOptions",
+    "Model",
+    "Precision",
+    "TokenOutputs",
+    "ValueHead",
+    "choose_precision",
+    "dtype_for_capability",
+    "load_model",
+]

@@ -23,6 +23,7 @@ from grpo_kit.model.chat import Chat, Prompt
 from grpo_kit.model.lock import ModelLock
 from grpo_kit.model.lora import lora_parameters, reset_lora, save_lora
 from grpo_kit.model.precision import Precision
+from grpo_kit.model.value_head import ValueHead
 from grpo_kit.rollout import Completion, Engine, Sampling
 
 
@@ -40,6 +41,16 @@ class LoadOptions:
     engine: str
     seed: int
     trust_remote_code: bool
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """Of B completions of up to T tokens: logprobs and entropy (nats) and, with a value head, values; float32 [B, T]
+    each, 0 where a completion has no token."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor | None
 
 
 class Model:
@@ -204,13 +215,19 @@ class Model:
             with module.disable_adapter():
                 yield
 
-    def logprobs(
-        self, ids: Tensor, mask: Tensor, first: Tensor, width: int, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """Logprob and entropy of each row's completion tokens, float32 [B, width], 0 where a row has no token.
+    def token_outputs(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        first: Tensor,
+        width: int,
+        temperature: float,
+        value_head: ValueHead | None = None,
+    ) -> TokenOutputs:
+        """What the model says of each row's completion tokens.
 
         ids, mask [B, S]: prompt and completion, padded on the right. first [B]: where the completion starts. width: the
-        longest completion. The head runs over completion tokens only.
+        longest completion. The heads run over completion tokens only.
         """
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         with torch.autocast(
@@ -223,15 +240,20 @@ class Model:
         real = at < mask.sum(-1, keepdim=True)
         rows, columns = real.nonzero(as_tuple=True)
         source = at[rows, columns]
+        before = hidden[rows, source - 1]  # [M, H]: what the model knew before each token
         flat_logprob, flat_entropy = linear_logprob(
-            hidden[rows, source - 1],
+            before,
             self.causal_lm.get_output_embeddings().weight,
             ids[rows, source],
             temperature=temperature,
             **self._head_options(),
         )
-        blank = flat_logprob.new_zeros(real.shape)
-        return blank.index_put((rows, columns), flat_logprob), blank.index_put((rows, columns), flat_entropy)
+
+        def placed(flat: Tensor) -> Tensor:
+            return flat.new_zeros(real.shape).index_put((rows, columns), flat)
+
+        values = None if value_head is None else placed(value_head(before))
+        return TokenOutputs(placed(flat_logprob), placed(flat_entropy), values)
 
     def _head_options(self) -> dict[str, Any]:
         """Cohere multiplies its logits, Granite divides them, Gemma 2 caps them."""

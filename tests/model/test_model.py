@@ -113,7 +113,8 @@ def test_logprobs_equal_a_plain_forward_pass(architecture: str, tiny_checkpoint:
     mask = torch.tensor([([1] * (len(prompt) + len(answer)) + [0] * longest)[:longest] for prompt, answer in rows])
     first = torch.tensor([len(prompt) for prompt, _ in rows])
     with torch.no_grad():
-        logprobs, entropy = model.logprobs(ids, mask, first, width=5, temperature=0.7)
+        outputs = model.token_outputs(ids, mask, first, width=5, temperature=0.7)
+        logprobs, entropy = outputs.logprobs, outputs.entropy
         for row, (prompt, answer) in enumerate(rows):
             logits = model.module(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
             log_p = (logits.double() / 0.7).log_softmax(-1)
