@@ -11,16 +11,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 from grpo_kit.model import Model
 from grpo_kit.model.lora import save_lora
+from grpo_kit.training.optimizers import optimizer_state, restore_optimizer
 from grpo_kit.training.update import Updater
 
 KEEP = 2
 REPLACED = ".replaced"
+VALUE_HEAD = "value_head.safetensors"
 
 
 def save_checkpoint(run_dir: Path, step: int, model: Model, updater: Updater, state: dict[str, Any]) -> Path:
@@ -35,7 +36,9 @@ def save_checkpoint(run_dir: Path, step: int, model: Model, updater: Updater, st
         shutil.rmtree(left)
     unfinished.mkdir(parents=True)
     save_lora(model.module, unfinished)
-    tensors, numbers = _optimizer_state(updater)
+    if updater.value_head is not None:
+        save_file(updater.value_head.state_dict(), unfinished / VALUE_HEAD)
+    tensors, numbers = optimizer_state(updater.optimizer, updater.parameters)
     save_file(tensors, unfinished / "optimizer.safetensors")
     whole = {"step": step, "optimizer": numbers, "scaler": updater.scaler.state_dict(), **state}
     (unfinished / "state.json").write_text(json.dumps(whole, indent=1))
@@ -57,7 +60,8 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def load_checkpoint(folder: Path, model: Model, updater: Updater) -> None:
-    """Put adapter, optimizer and scaler back. Raises ValueError if the checkpoint is of another model or adapter."""
+    """Put adapter, critic, optimizer and scaler back. Raises ValueError if the checkpoint is of another
+    model or adapter."""
     adapter = load_file(folder / "adapter_model.safetensors")
     trainable = {name.replace(".default.", "."): parameter for name, parameter in model.trainable().items()}
     fits = adapter.keys() == trainable.keys() and all(adapter[name].shape == trainable[name].shape for name in adapter)
@@ -67,7 +71,10 @@ def load_checkpoint(folder: Path, model: Model, updater: Updater) -> None:
             f"({model.options.name_or_path}, rank {model.options.lora_rank})"
         )
     set_peft_model_state_dict(model.module, adapter)
-    _restore_optimizer(updater, load_file(folder / "optimizer.safetensors"), read_state(folder)["optimizer"])
+    if updater.value_head is not None:
+        updater.value_head.load_state_dict(load_file(folder / VALUE_HEAD))
+    tensors, numbers = load_file(folder / "optimizer.safetensors"), read_state(folder)["optimizer"]
+    restore_optimizer(updater.optimizer, updater.parameters, tensors, numbers)
     scaler = read_state(folder)["scaler"]
     if scaler:  # empty in a checkpoint of hardware that needs none; a fresh one then starts here
         updater.scaler.load_state_dict(scaler)
@@ -82,24 +89,3 @@ def _put_in_place(unfinished: Path, folder: Path) -> None:
         os.replace(folder, replaced)
     os.replace(unfinished, folder)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _optimizer_state(updater: Updater) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """AdamW's moments as `parameter|moment` tensors, and its options."""
-    state = updater.optimizer.state
-    tensors = {
-        f"{name}|{key}": value.detach().cpu().contiguous()
-        for name, parameter in updater.parameters.items()
-        for key, value in state.get(parameter, {}).items()
-    }
-    return tensors, {"learning_rate": updater.optimizer.param_groups[0]["lr"]}
-
-
-def _restore_optimizer(updater: Updater, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
-    updater.optimizer.state.clear()
-    for joined, value in tensors.items():
-        name, key = joined.rsplit("|", 1)
-        parameter = updater.parameters[name]
-        # AdamW keeps its step count on the CPU and the moments beside the parameter.
-        updater.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
-    updater.set_learning_rate(numbers["learning_rate"])

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from grpo_kit.data import check_lengths
 from grpo_kit.model import Model
-from grpo_kit.rewards import RewardSet, ScoreTable
-from grpo_kit.rollout import Sampling
-from grpo_kit.training.start import Rewards
+from grpo_kit.rewards import HumanReward, Reward, RewardSet, ScoreTable
+from grpo_kit.rollout import Completion, Sampling, stream_seed
+from grpo_kit.training.prompts import Prompts, ready_prompts
 
 if TYPE_CHECKING:
     import pandas
     from datasets import Dataset
 
+Rewards = RewardSet | Reward | Callable[..., Any]
 BATCH = 32
 
 
@@ -47,23 +48,63 @@ def evaluate(
 ) -> Evaluation:
     """Answer every prompt of `data` greedily with the current adapter (or without) and score the answers.
 
-    May be called while a run trains; it takes its turn. Raises ValueError for rewards whose columns are missing and
-    for prompts that leave no room for an answer.
+    Rewards that people give are left out. May be called while a run trains; it takes its turn. Raises ValueError for
+    rewards whose columns are missing, for none that scores by itself, and for prompts that leave no room for an answer.
     """
-    reward_set = rewards if isinstance(rewards, RewardSet) else RewardSet(rewards)
+    reward_set = without_people(rewards if isinstance(rewards, RewardSet) else RewardSet(rewards))
     reward_set.check_columns([name for name in data.column_names if name != "prompt"])
-    token_ids = check_lengths(data, model, max_completion_length)
-    rows = [dict(row) for row in data]
-    prompts = [row.pop("prompt") for row in rows]
+    prompts = ready_prompts(data, model, max_completion_length)
     sampling = Sampling(max_tokens=max_completion_length, temperature=0)
-    completions = []
-    for start in range(0, len(token_ids), BATCH):
-        groups = model.complete(token_ids[start : start + BATCH], sampling, adapter=adapter)
-        completions += [group[0] for group in groups]
+    return score_answers(reward_set, prompts, answer_all(model, prompts, sampling, adapter=adapter))
+
+
+def answer_all(
+    model: Model,
+    prompts: Prompts,
+    sampling: Sampling,
+    n: int = 1,
+    *,
+    adapter: bool = True,
+    between_tokens: Callable[[], None] | None = None,
+) -> list[Completion]:
+    """n answers to each prompt, those of one prompt side by side; a batch of about `BATCH` answers at a time."""
+    completions: list[Completion] = []
+    at_once = max(1, BATCH // n)
+    for start in range(0, len(prompts.token_ids), at_once):
+        part = replace(sampling, seed=stream_seed(sampling.seed, start))
+        groups = model.complete(
+            prompts.token_ids[start : start + at_once], part, n, adapter=adapter, between_tokens=between_tokens
+        )
+        completions += [completion for group in groups for completion in group]
+    return completions
+
+
+def score_answers(
+    rewards: RewardSet, prompts: Prompts, completions: list[Completion], step: int | None = None
+) -> Evaluation:
+    """Score answers as `answer_all` returns them: as many to each prompt."""
+    each = [i for i in range(len(prompts.messages)) for _ in range(len(completions) // len(prompts.messages))]
     texts = [completion.text for completion in completions]
-    table = reward_set.score(prompts, texts, rows, [completion.token_ids for completion in completions])
+    table = rewards.score(
+        [prompts.messages[i] for i in each],
+        texts,
+        [prompts.columns[i] for i in each],
+        [completion.token_ids for completion in completions],
+        step,
+    )
     means = {name: _mean([score.value for score in table.column(name)]) for name in table.names}
     return Evaluation(texts, table, means, _mean(table.totals))
+
+
+def without_people(rewards: RewardSet) -> RewardSet:
+    """The rewards that can score by themselves, with the weights in use. Raises ValueError if there are none."""
+    chosen = [reward for reward in rewards.rewards if not isinstance(reward, HumanReward)]
+    if not chosen:
+        raise ValueError("held-out prompts can't be scored by people alone: add a reward function, or don't evaluate")
+    automatic = RewardSet(*chosen)
+    for name in automatic.names:
+        automatic.set_weight(name, rewards.weights[name])
+    return automatic
 
 
 def _mean(values: list[float | None]) -> float | None:

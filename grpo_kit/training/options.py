@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
-from grpo_kit.algorithms import get_algorithm
-from grpo_kit.algorithms.advantages import SCALES
+from grpo_kit.algorithms import ALGORITHMS, get_algorithm
+from grpo_kit.algorithms.advantages import AGGREGATIONS, SCALES
+from grpo_kit.algorithms.corrections import CORRECTIONS
+from grpo_kit.algorithms.kl import KL_ESTIMATORS
 from grpo_kit.rollout import Sampling
+from grpo_kit.training.optimizers import check_optimizer
+from grpo_kit.training.schedules import check_schedule, check_warmup
 
 REWARD_ERROR_POLICIES = ("continue", "pause")
 
@@ -17,8 +22,31 @@ REWARD_ERROR_POLICIES = ("continue", "pause")
 class TrainOptions:
     """Options of `train`; None means "derive it", and what came out is in `run.settings` with the reason.
 
-    steps, prompts_per_step, num_generations: each step draws `num_generations` answers to each of `prompts_per_step`
-    prompts. How many of them go through the model at once is a third thing, derived from `tokens_per_micro_batch`.
+    The step: each draws `num_generations` answers to each of `prompts_per_step` prompts, and makes `num_iterations`
+    optimizer steps on them. How many answers go through the model at once is derived from `tokens_per_micro_batch`.
+
+    The algorithm, by name (`grpo_kit.algorithms.explain()`), and what its loss takes:
+    epsilon, epsilon_high, delta: how far the ratio to the old policy may move; delta bounds it for bad tokens too.
+    sapo_*, vespo_*: shape of those losses' weights.
+    beta, kl_estimator ("k1", "k2", "k3"), use_bias_correction_kl: the pull to the untrained model; the last multiplies
+        its estimate by the ratio, which makes its gradient unbiased (DeepSeek-V3.2).
+    scale_rewards, multi_objective_aggregation: what a group's advantages are divided by; whether rewards are normalised
+        each by itself before they are summed (GDPO). normalize_advantages: RLOO's, over the step.
+    dynamic_sampling_rounds: how many times groups that teach nothing are replaced by other prompts' (DAPO).
+    gamma, lam, vf_coef, cliprange_value, whiten_rewards: PPO's critic.
+    mask_truncated_completions: leave answers out of the loss that were cut at max_completion_length.
+    entropy_coef: bonus for being unsure, per nat. top_entropy_quantile: learn from this share of the tokens only, those
+        at which the policy was least sure.
+    importance_sampling_correction ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask") and its
+        importance_sampling_clip_max, _min: weigh by π_trainer / π_sampler. off_policy_mask_threshold: drop bad answers
+        that the policy has left behind by more nats per token than this.
+
+    Optimizer: optim and lr_scheduler_type by transformers' names; the first warmup_steps steps rise linearly.
+    max_grad_norm clips the gradient's norm.
+
+    Judging: with `eval_data`, every eval_steps steps each held-out prompt is answered greedily and
+    num_generations_eval times by sampling (0: not); an answer passes if the first reward gives it pass_threshold or
+    more. canary: a prompt that is answered each time; the first held-out one unless given.
     """
 
     steps: int = 300
@@ -26,41 +54,68 @@ class TrainOptions:
     num_generations: int = 8
     algorithm: str = "grpo"
     learning_rate: float = 5e-6
-    beta: float = 0.0
-    epsilon: float = 0.2
+
+    beta: float | None = None
+    kl_estimator: str | None = None
+    use_bias_correction_kl: bool = False
+    epsilon: float | None = None
     epsilon_high: float | None = None
+    delta: float | None = None
+    sapo_temperature_pos: float | None = None
+    sapo_temperature_neg: float | None = None
+    vespo_k_pos: float | None = None
+    vespo_lambda_pos: float | None = None
+    vespo_k_neg: float | None = None
+    vespo_lambda_neg: float | None = None
     scale_rewards: str | None = None
-    num_iterations: int = 1
+    multi_objective_aggregation: str | None = None
+    normalize_advantages: bool | None = None
+    dynamic_sampling_rounds: int | None = None
+    gamma: float | None = None
+    lam: float | None = None
+    vf_coef: float | None = None
+    cliprange_value: float | None = None
+    whiten_rewards: bool | None = None
+    num_iterations: int | None = None
     mask_truncated_completions: bool = False
+    entropy_coef: float = 0.0
+    top_entropy_quantile: float = 1.0
+    importance_sampling_correction: str | None = None
+    importance_sampling_clip_max: float = 3.0
+    importance_sampling_clip_min: float | None = None
+    off_policy_mask_threshold: float | None = None
+
     max_completion_length: int = 256
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+    optim: str = "adamw_torch"
+    lr_scheduler_type: str = "constant"
+    warmup_steps: int = 0
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
     tokens_per_micro_batch: int | None = None
+
+    eval_steps: int | None = None
+    num_generations_eval: int = 4
+    pass_threshold: float = 1.0
+    canary: str | None = None
+
     on_reward_error: str = "continue"
     checkpoint_every: int = 10
     seed: int = 0
 
     def __post_init__(self) -> None:
         self._check_types()
-        get_algorithm(self.algorithm)
-        for name, least in _AT_LEAST.items():
+        self._check_ranges()
+        for name, names in _NAMES.items():
             value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise ValueError(f"{name} must be at least {least:g}, got {value}")
-        for name in ("learning_rate", "epsilon", "temperature", "max_grad_norm"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.scale_rewards is not None and self.scale_rewards not in SCALES:
-            raise ValueError(f"scale_rewards must be one of {', '.join(SCALES)}; got {self.scale_rewards!r}")
-        if self.on_reward_error not in REWARD_ERROR_POLICIES:
-            raise ValueError(
-                f"on_reward_error must be one of {', '.join(REWARD_ERROR_POLICIES)}; got {self.on_reward_error!r}"
-            )
+            if value is not None and value not in names:
+                raise ValueError(f"{name} must be one of {', '.join(names)}; got {value!r}")
+        _check_fits(self)
         self.sampling(seed=0)  # checks the sampling options
 
     def _check_types(self) -> None:
@@ -72,6 +127,20 @@ class TrainOptions:
             fits = isinstance(value, types) and (kind == "bool" or not isinstance(value, bool))
             if not fits or (kind == "float" and not math.isfinite(value)):
                 raise ValueError(f"{field.name} must be {words}, got {value!r}")
+
+    def _check_ranges(self) -> None:
+        for name, least in _AT_LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ValueError(f"{name} must be at least {least:g}, got {value}")
+        for name in _ABOVE_ZERO:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+        for name in _SHARES:
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"{name} must lie between 0 and 1, got {value}")
 
     def sampling(self, seed: int) -> Sampling:
         """How a step's completions are drawn."""
@@ -90,20 +159,130 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((int,), "a whole number"),
     "float": ((int, float), "a finite number"),
     "bool": ((bool,), "True or False"),
-    "str": ((str,), "a name"),
+    "str": ((str,), "a text"),
 }
-
+_NAMES: dict[str, tuple[str, ...]] = {
+    "scale_rewards": SCALES,
+    "multi_objective_aggregation": AGGREGATIONS,
+    "kl_estimator": KL_ESTIMATORS,
+    "importance_sampling_correction": CORRECTIONS,
+    "on_reward_error": REWARD_ERROR_POLICIES,
+}
 _AT_LEAST: dict[str, float] = {
     "steps": 1,
     "prompts_per_step": 1,
-    "num_generations": 2,
+    "num_generations": 1,
     "beta": 0,
     "epsilon_high": 0,
+    "dynamic_sampling_rounds": 0,
+    "vf_coef": 0,
     "num_iterations": 1,
+    "entropy_coef": 0,
     "max_completion_length": 1,
+    "warmup_steps": 0,
     "weight_decay": 0,
     "tokens_per_micro_batch": 1,
+    "eval_steps": 1,
+    "num_generations_eval": 0,
     "checkpoint_every": 1,
+}
+_ABOVE_ZERO = (
+    "learning_rate",
+    "epsilon",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "cliprange_value",
+    "top_entropy_quantile",
+    "importance_sampling_clip_max",
+    "temperature",
+    "max_grad_norm",
+)
+_SHARES = ("gamma", "lam", "top_entropy_quantile")
+
+# Which options belong to which estimator of advantages. Given for another one they would do nothing.
+_ESTIMATORS_OPTIONS: dict[str, tuple[str, ...]] = {
+    "group": ("scale_rewards", "multi_objective_aggregation", "dynamic_sampling_rounds"),
+    "leave_one_out": ("normalize_advantages", "dynamic_sampling_rounds"),
+    "gae": ("gamma", "lam", "vf_coef", "cliprange_value", "whiten_rewards"),
+    "pairs": ("dynamic_sampling_rounds",),
+}
+# What an option is unless the user or the algorithm says otherwise; only those that the algorithm uses are filled in.
+_DEFAULTS: dict[str, Any] = {
+    "scale_rewards": "group",
+    "multi_objective_aggregation": "sum_then_normalize",
+    "normalize_advantages": False,
+    "dynamic_sampling_rounds": 0,
+    "gamma": 1.0,
+    "lam": 0.95,
+    "vf_coef": 0.1,
+    "cliprange_value": 0.2,
+    "whiten_rewards": False,
+    "epsilon": 0.2,
+}
+
+
+def _of_some_algorithms() -> set[str]:
+    """Options that only some algorithms take."""
+    loss = {name for algorithm in ALGORITHMS.values() for name in algorithm.loss_options}
+    estimator = {name for names in _ESTIMATORS_OPTIONS.values() for name in names}
+    return (loss | estimator) - {"beta"}
+
+
+def options_of(algorithm_name: str) -> list[str]:
+    """The options that this algorithm takes and some others don't."""
+    algorithm = get_algorithm(algorithm_name)
+    return sorted({*algorithm.loss_options, *_ESTIMATORS_OPTIONS[algorithm.advantages]} - {"beta"})
+
+
+def _check_fits(options: TrainOptions) -> None:
+    """Whether the options go together. An option that would do nothing is an error, not a surprise."""
+    algorithm = get_algorithm(options.algorithm)
+    check_optimizer(options.optim, on_gpu=True)
+    check_schedule(options.lr_scheduler_type)
+    taken = options_of(options.algorithm)
+    for name in sorted(_of_some_algorithms() - set(taken)):
+        if getattr(options, name) is not None:
+            raise ValueError(
+                f"{options.algorithm} has no {name}; remove it, or choose another algorithm. It takes "
+                f"{', '.join(taken)}"
+            )
+    least = 1 if algorithm.value_head else 2
+    if options.num_generations < least:
+        raise ValueError(
+            f"num_generations must be at least {least}, got {options.num_generations}: {options.algorithm} compares "
+            "the answers to one prompt with each other"
+        )
+    check_warmup(options.lr_scheduler_type, options.steps, options.warmup_steps)
+    if options.kl_estimator == "k1" and not algorithm.kl_in_reward:
+        raise ValueError(
+            "kl_estimator='k1' in the loss has no gradient on average; take 'k2' or 'k3', or rloo or ppo, which take "
+            "the KL off the reward"
+        )
+    _check_pairs(options)
+    if options.delta is not None and options.delta <= 1 + (options.epsilon_high or options.epsilon or 0.2):
+        raise ValueError(f"delta={options.delta} must be above 1 + epsilon_high, or it would clip good tokens' ratios")
+    if options.algorithm == "vespo" and (options.importance_sampling_correction or "token").startswith("sequence"):
+        raise ValueError("vespo multiplies the correction over the answer by itself; take token_truncate or token_mask")
+
+
+def _check_pairs(options: TrainOptions) -> None:
+    """Pairs have no loss for each token, so what weighs tokens does not apply; and they need a reference."""
+    if get_algorithm(options.algorithm).advantages != "pairs":
+        return
+    for name, off in _NOT_FOR_PAIRS.items():
+        if getattr(options, name) != off:
+            raise ValueError(f"{options.algorithm} has no loss for each token, so {name} can't be used with it")
+    if options.beta == 0:
+        raise ValueError(f"{options.algorithm} needs beta above 0: it measures likelihoods against the reference")
+
+
+_NOT_FOR_PAIRS: dict[str, Any] = {
+    "kl_estimator": None,
+    "use_bias_correction_kl": False,
+    "entropy_coef": 0.0,
+    "top_entropy_quantile": 1.0,
+    "importance_sampling_correction": None,
+    "off_policy_mask_threshold": None,
 }
 
 
@@ -116,19 +295,38 @@ class Setting:
     reason: str
 
 
-def derive(options: TrainOptions, on_gpu: bool) -> tuple[TrainOptions, list[Setting]]:
-    """Fill in what the user left open. What the user set is never changed."""
+def derive(options: TrainOptions, on_gpu: bool, held_out: bool = False) -> tuple[TrainOptions, list[Setting]]:
+    """Fill in what the user left open. What the user set is never changed. held_out: whether there is data to evaluate
+    on. Raises ValueError for an optimizer that can't work on this hardware, and for an evaluation of nothing."""
+    check_optimizer(options.optim, on_gpu)
     algorithm = get_algorithm(options.algorithm)
-    derived: dict[str, tuple[object, str]] = {}
-    if options.scale_rewards is None:
-        derived["scale_rewards"] = (algorithm.scale_rewards, f"as {algorithm.name} defines it")
-    if options.epsilon_high is None and algorithm.epsilon_high is None:
-        derived["epsilon_high"] = (options.epsilon, "the same as epsilon")
-    elif options.epsilon_high is None:
-        derived["epsilon_high"] = (algorithm.epsilon_high, f"as {algorithm.name} defines it")
+    common = {
+        "beta": 0.0,
+        "num_iterations": 1,
+        **{n: v for n, v in _DEFAULTS.items() if n in options_of(algorithm.name)},
+    }
+    if algorithm.advantages != "pairs":
+        common["kl_estimator"] = "k1" if algorithm.kl_in_reward else "k3"
+    derived: dict[str, tuple[Any, str]] = {}
+    for name, value in {**common, **algorithm.defaults}.items():
+        if getattr(options, name) is None:
+            reason = f"as {algorithm.name} defines it" if name in algorithm.defaults else "the usual value"
+            derived[name] = (value, reason)
+    if options.epsilon_high is None and "epsilon_high" in algorithm.loss_options and "epsilon_high" not in derived:
+        epsilon = options.epsilon if options.epsilon is not None else derived["epsilon"][0]
+        derived["epsilon_high"] = (epsilon, "the same as epsilon")
     if options.tokens_per_micro_batch is None:
         tokens, why = (16_384, "a GPU") if on_gpu else (512, "a CPU")
         derived["tokens_per_micro_batch"] = (tokens, f"for {why}")
+    judged = held_out or options.canary is not None
+    if judged and options.eval_steps is None:
+        derived["eval_steps"] = (options.checkpoint_every, "with every checkpoint")
+    elif options.eval_steps is not None and not judged:
+        raise ValueError("eval_steps says how often to evaluate, but there is nothing to ask: give eval_data or canary")
     settings = [Setting(name, str(value), reason) for name, (value, reason) in derived.items()]
     filled = {name: value for name, (value, _) in derived.items()}
-    return TrainOptions(**{**vars(options), **filled}), settings
+    return _filled(options, filled), settings
+
+
+def _filled(options: TrainOptions, values: dict[str, Any]) -> TrainOptions:
+    return TrainOptions(**{**vars(options), **values})

@@ -14,21 +14,29 @@ def rows_of_step(step: int, rows: int, per_step: int, seed: int) -> list[int]:
     return [_shuffled(at // rows, rows, seed)[at % rows] for at in range(first, first + per_step)]
 
 
+def rows_to_refill(step: int, round: int, rows: int, count: int, seed: int) -> list[int]:
+    """Data rows that take the place of `count` groups of a step that taught nothing, drawn anew in each round."""
+    generator = torch.Generator().manual_seed(stream_seed(seed, "refill", step, round))
+    return torch.randint(rows, (count,), generator=generator).tolist()
+
+
 def _shuffled(epoch: int, rows: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(stream_seed(seed, "epoch", epoch))
     return torch.randperm(rows, generator=generator).tolist()
 
 
-def micro_batches(lengths: list[int], token_budget: int) -> list[list[int]]:
+def micro_batches(lengths: list[int], token_budget: int, sizes: list[int] | None = None) -> list[list[int]]:
     """Cut sequences into batches of at most `token_budget` tokens, padding included; a longer sequence goes alone.
 
-    lengths: tokens of each sequence. Returns lists of indices, longest sequences first, so that little is padded and
-    the step that would run out of memory does so at its start.
+    lengths: tokens of each sequence, or of the longest one of each unit of `sizes` sequences that stay together.
+    Returns lists of indices, longest sequences first, so that little is padded and the step that would run out of
+    memory does so at its start.
     """
+    sizes = sizes or [1] * len(lengths)
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         longest = lengths[batches[-1][0]] if batches else 0
-        if batches and (len(batches[-1]) + 1) * longest <= token_budget:
+        if batches and (sum(sizes[i] for i in batches[-1]) + sizes[index]) * longest <= token_budget:
             batches[-1].append(index)
         else:
             batches.append([index])

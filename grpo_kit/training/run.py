@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,16 @@ import torch
 from tqdm import tqdm
 
 from grpo_kit.model import Model
-from grpo_kit.rewards import RewardSet, ScoreTable
+from grpo_kit.rewards import HumanReward, Rating, RewardSet, ScoreTable
 from grpo_kit.store import Record
 from grpo_kit.training.checkpoint import save_checkpoint
+from grpo_kit.training.checkups import Checkups
 from grpo_kit.training.options import Setting, TrainOptions
+from grpo_kit.training.prompts import Prompts
 from grpo_kit.training.recall import describe
 from grpo_kit.training.run_lock import RunLock
-from grpo_kit.training.step import Prompts, Stepper
+from grpo_kit.training.runaway import runaways
+from grpo_kit.training.step import Stepper
 
 if TYPE_CHECKING:
     import pandas
@@ -57,6 +61,7 @@ class Run:
         self,
         model: Model,
         prompts: Prompts,
+        held_out: Prompts | None,
         rewards: RewardSet,
         options: TrainOptions,
         settings: list[Setting],
@@ -70,6 +75,8 @@ class Run:
         self.error: str | None = None
         self._lock = lock
         self._stepper = Stepper(model, prompts, rewards, options, record, self._clock)
+        canary = options.canary or (held_out.messages[0] if held_out else None)
+        self._checkups = Checkups(model, held_out, canary, options, record)
         self._elapsed_before = 0.0
         self._paused_seconds = 0.0
         self._paused_at: float | None = None
@@ -81,6 +88,7 @@ class Run:
         self._new_learning_rate: float | None = None
         self._new_weights: dict[str, float] = {}
         self._reported: set[tuple[str, str]] = set()
+        self._running_away: set[str] = set()
         self._subscribers: list[Callable[[], None]] = []
         self._resumed = False
         self._done = threading.Event()
@@ -99,6 +107,8 @@ class Run:
     def stop(self) -> None:
         """End at the next token or micro-batch. The last finished step is kept, the one begun is dropped."""
         self._say("_stop_asked", True)
+        for reward in self._people():
+            reward.give_up()
 
     def checkpoint(self) -> None:
         """Write a checkpoint of the last finished step now instead of at the next round number."""
@@ -176,6 +186,22 @@ class Run:
         return self.record.completions_frame(step)
 
     @property
+    def evaluations(self) -> pandas.DataFrame:
+        """How the held-out prompts were answered when: step (0 is before training), accuracy of the greedy answers,
+        pass_at_k with k, mean reward and each reward's mean."""
+        return self._checkup_frame("evaluation")
+
+    @property
+    def canary(self) -> pandas.DataFrame:
+        """What the same prompt was answered when: step, prompt, answer."""
+        return self._checkup_frame("canary")
+
+    @property
+    def ratings(self) -> pandas.DataFrame:
+        """What people said of completions; see `grpo_kit.rewards.human`."""
+        return self.record.ratings_frame()
+
+    @property
     def events(self) -> pandas.DataFrame:
         """What happened when: started, rewards edited, options changed, warnings, checkpoints."""
         return self.record.events_frame()
@@ -192,6 +218,13 @@ class Run:
 
         return Panel(self)
 
+    def rate(self) -> Any:
+        """A panel to rate completions by hand, for a run with `grpo_kit.rewards.human()` (needs ipywidgets and
+        anywidget). Raises ValueError for a run without."""
+        from grpo_kit.widgets import RatingPanel
+
+        return RatingPanel(self)
+
     def show(self) -> Any:
         """A still picture of the run, which a saved notebook keeps."""
         from grpo_kit.widgets import Picture
@@ -203,6 +236,12 @@ class Run:
         from grpo_kit.widgets import plot
 
         return plot(self)
+
+    def _checkup_frame(self, kind: str) -> pandas.DataFrame:
+        import pandas
+
+        found = [event for event in self.record.events() if event["kind"] == kind]
+        return pandas.DataFrame([{"step": event["step"], **event["data"]} for event in found])
 
     def __repr__(self) -> str:
         return f"<Run {self.name}: {self.state}, step {self.step} of {self.steps}, in {self.directory}>"
@@ -222,7 +261,17 @@ class Run:
     def start(self) -> None:
         """Begin. Called once, by `train` and `resume`."""
         self.model.stop_run = self._stop_and_wait
+        known = [Rating(**row) for row in self.record.ratings()]
+        for reward in self._people():
+            reward.attach(self._keep_rating, known)
         self._thread.start()
+
+    def _people(self) -> list[HumanReward]:
+        """The rewards that people give."""
+        return [reward for reward in self.rewards.rewards if isinstance(reward, HumanReward)]
+
+    def _keep_rating(self, rating: Rating) -> None:
+        self.record.add_rating(**asdict(rating))
 
     def _stop_and_wait(self) -> None:
         self.stop()
@@ -252,6 +301,7 @@ class Run:
             self._save_checkpoint()  # so that a run killed in its first steps starts from the same adapter again
         while self.step < self.steps:
             try:
+                self._check_up()  # of the step before, or of the model as it came
                 self._pause_point()  # before the changes, so that what is changed in a pause between steps counts
                 self._take_changes()
                 table = self._stepper.step(self.step + 1, self._pause_point, self._unwanted)
@@ -260,8 +310,15 @@ class Run:
                 raise
             self.step += 1
             self._report_failures(table)
+            self._report_troubles()
             if self.step % self.options.checkpoint_every == 0 or self.step == self.steps:
                 self._save_checkpoint()
+            self._tell()
+        self._check_up()
+
+    def _check_up(self) -> None:
+        if self._checkups.due(self.step):
+            self._checkups.check_up(self.step, self.rewards, self._pause_point)
             self._tell()
 
     def _keep_last_step(self, error: BaseException) -> None:
@@ -346,6 +403,16 @@ class Run:
                 if self.options.on_reward_error == "pause":
                     self.pause()
 
+    def _report_troubles(self) -> None:
+        """Numbers that are not finite each time; what runs away the first time, and again if it had come back."""
+        for trouble in self._stepper.updater.troubles:
+            self._event("warning", trouble)
+        self._stepper.updater.troubles.clear()
+        found = {runaway.key: runaway.text for runaway in runaways(self.record.steps())}
+        for key in found.keys() - self._running_away:
+            self._event("warning", found[key])
+        self._running_away = set(found)
+
     def _save_checkpoint(self) -> None:
         save_checkpoint(self.directory, self.step, self.model, self._stepper.updater, {"elapsed": self.elapsed})
         self._event("checkpoint", f"after step {self.step}")
@@ -360,6 +427,8 @@ class Run:
         """Give everything back; by the time the state says that the run has ended, another one may begin."""
         self._ended = self._clock()
         del self._stepper  # the optimizer's memory; the notebook may keep this object for long
+        for reward in self._people():
+            reward.detach()
         try:
             self._event(state, text)
         except Exception:  # a full disk, say: the event is lost, but not the run's end

@@ -7,7 +7,6 @@ import importlib.metadata
 import platform
 import re
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, fields
 from itertools import chain, count
@@ -16,48 +15,61 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo_kit.data import check_lengths
 from grpo_kit.model import Model, load_model
-from grpo_kit.rewards import Reward, RewardSet
+from grpo_kit.rewards import RewardSet
 from grpo_kit.store import Record
 from grpo_kit.training.checkpoint import checkpoints, load_checkpoint, read_state
+from grpo_kit.training.evaluate import Rewards, without_people
 from grpo_kit.training.options import TrainOptions, derive
+from grpo_kit.training.prompts import Prompts, ready_prompts
 from grpo_kit.training.recall import describe, recall_weights, rewards_again
 from grpo_kit.training.run import Run
 from grpo_kit.training.run_lock import RunLock, refuse_if_elsewhere
-from grpo_kit.training.step import Prompts
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-Rewards = RewardSet | Reward | Callable[..., Any]
+DATA, EVAL_DATA = "data.parquet", "eval_data.parquet"
 VERSIONS_OF = ("grpo-kit", "torch", "transformers", "peft", "bitsandbytes", "datasets")
 
 
-def train(model: Model, data: Dataset, rewards: Rewards, *, run_dir: str | Path | None = None, **options: Any) -> Run:
+def train(
+    model: Model,
+    data: Dataset,
+    rewards: Rewards,
+    *,
+    eval_data: Dataset | None = None,
+    run_dir: str | Path | None = None,
+    **options: Any,
+) -> Run:
     """Start training in the background and return at once; displaying the returned `Run` shows its live panel.
 
     data:    a Dataset with a `prompt` column (see `grpo_kit.data`) and the columns that the rewards name.
     rewards: a RewardSet, or a single reward function.
     options: see `TrainOptions`: steps, prompts_per_step, num_generations, learning_rate, algorithm, beta, …
+    eval_data: held-out prompts with the same columns, answered every `eval_steps` steps; `run.evaluations` and the
+             panel show how many are right.
     run_dir: where the record and the checkpoints go; `runs/<time>_<model>_<algorithm>` unless given.
 
     A run of the same model that is still going is stopped cleanly first. Raises ValueError, before anything is
     computed, for options, columns or prompts that can't work.
     """
-    chosen, settings = derive(_options(options), on_gpu=model.precision.device.type == "cuda")
+    on_gpu = model.precision.device.type == "cuda"
+    chosen, settings = derive(_options(options), on_gpu, held_out=eval_data is not None)
     reward_set = _reward_set(rewards)
-    reward_set.check_columns([name for name in data.column_names if name != "prompt"])
-    prompts = _prompts(data, model, chosen.max_completion_length)
+    prompts = _ready(data, model, reward_set, chosen)
+    held_out = None if eval_data is None else _ready(eval_data, model, without_people(reward_set), chosen)
     directory = _new_directory(run_dir, model, chosen)
     model.stop_live_run()
     with ExitStack() as undo:
         lock = RunLock(directory)
         undo.callback(lock.release)
-        _write_data(data, directory / "data.parquet")
+        _write_data(data, directory / DATA)
+        if eval_data is not None:
+            _write_data(eval_data, directory / EVAL_DATA)
         record = Record(directory / "run.sqlite")
         undo.callback(record.close)
-        run = Run(model, prompts, reward_set, chosen, settings, record, directory, lock)
+        run = Run(model, prompts, held_out, reward_set, chosen, settings, record, directory, lock)
         record.write_run(
             {
                 "options": asdict(chosen),
@@ -107,11 +119,11 @@ def resume(
         info, checkpoint = record.run_info(), _last_checkpoint(directory)  # a run just stopped has left newer ones
         state = read_state(checkpoint)
         on_gpu = model.precision.device.type == "cuda"
-        chosen, settings = derive(_options_again(info, steps, state["step"]), on_gpu)
-        data = _read_data(directory / "data.parquet")
-        reward_set.check_columns([name for name in data.column_names if name != "prompt"])
-        prompts = _prompts(data, model, chosen.max_completion_length)
-        run = Run(model, prompts, reward_set, chosen, settings, record, directory, lock)
+        eval_data = _read_data(directory / EVAL_DATA) if (directory / EVAL_DATA).exists() else None
+        chosen, settings = derive(_options_again(info, steps, state["step"]), on_gpu, held_out=eval_data is not None)
+        prompts = _ready(_read_data(directory / DATA), model, reward_set, chosen)
+        held_out = None if eval_data is None else _ready(eval_data, model, without_people(reward_set), chosen)
+        run = Run(model, prompts, held_out, reward_set, chosen, settings, record, directory, lock)
         with model.lock:
             load_checkpoint(checkpoint, model, run._stepper.updater)
         recall_weights(reward_set, info["rewards"], info["knobs"]["weights"])
@@ -160,12 +172,9 @@ def _options_again(info: dict[str, Any], steps: int | None, made: int) -> TrainO
     return chosen
 
 
-def _prompts(data: Dataset, model: Model, max_completion_length: int) -> Prompts:
-    token_ids = check_lengths(data, model, max_completion_length)
-    if not token_ids:
-        raise ValueError("the data has no rows")
-    rows = [dict(row) for row in data]
-    return Prompts([row.pop("prompt") for row in rows], token_ids, rows)
+def _ready(data: Dataset, model: Model, rewards: RewardSet, options: TrainOptions) -> Prompts:
+    rewards.check_columns([name for name in data.column_names if name != "prompt"])
+    return ready_prompts(data, model, options.max_completion_length)
 
 
 # By pyarrow itself: datasets would show a progress bar of its own, and copy what it reads into its cache.

@@ -1,36 +1,29 @@
 """One training step, in the order in which the data sees it. Start reading here.
 
-rows → prompts → completions → scores → advantages → updated adapter → one row of metrics and N of completions in the
-record. Threads, pauses and checkpoints are not here but in `run`.
+rows → prompts → completions → scores → credit (advantages) → updated adapter → one row of metrics and N of completions
+in the record. Threads, pauses and checkpoints are not here but in `run`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_kit.algorithms import dead_groups, group_advantages
+from grpo_kit.algorithms import get_algorithm
 from grpo_kit.model import Model
 from grpo_kit.rewards import RewardSet, ScoreTable
 from grpo_kit.rollout import Completion, stream_seed
 from grpo_kit.store import Record
 from grpo_kit.training.batch import Sequence
+from grpo_kit.training.credit import Credit, give_credit
 from grpo_kit.training.options import TrainOptions
-from grpo_kit.training.order import rows_of_step
-from grpo_kit.training.update import Updater
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """The data, ready to train on: per row the messages, their token ids and the columns that rewards ask for."""
-
-    messages: list[Any]
-    token_ids: list[list[int]]
-    columns: list[dict[str, Any]]
+from grpo_kit.training.order import rows_of_step, rows_to_refill
+from grpo_kit.training.prompts import Prompts
+from grpo_kit.training.rollouts import Rollouts, with_live_groups
+from grpo_kit.training.update import Unwanted, Updater, never
 
 
 class Stepper:
@@ -56,50 +49,69 @@ class Stepper:
             record,
             clock,
         )
+        self.algorithm = get_algorithm(options.algorithm)
         self.updater = Updater(model, options)
+        self._seconds_scoring = 0.0
 
     def step(
         self,
         number: int,
         pause_point: Callable[[], None],
-        unwanted: Callable[[bool], bool] = lambda first_try: False,
+        unwanted: Unwanted = never,
     ) -> ScoreTable:
         """Make step `number` and write it to the record. Whatever `pause_point` raises leaves the model as after
         the step before; `unwanted` is `Updater.update`'s."""
         started = self.clock()
+        learning_rate = self.updater.schedule(number)
         rows = rows_of_step(number, len(self.prompts.messages), self.options.prompts_per_step, self.options.seed)
-        completions = self._roll_out(number, rows, pause_point)
+        self._seconds_scoring = 0.0
+        first = self._roll_out(number, 0, rows, pause_point)
+        rollouts = self._refilled(number, first, pause_point)
         rolled_out = self.clock()
-        table = self._score(number, rows, completions)
-        scored = self.clock()
-        totals = torch.tensor([torch.nan if total is None else total for total in table.totals])
-        assert self.options.scale_rewards is not None
-        advantages = group_advantages(totals, self.options.num_generations, self.options.scale_rewards)
-        learned = self.updater.update(self._sequences(rows, completions), advantages, pause_point, unwanted)
+        sequences = self._sequences(rollouts)
+        estimates = self.updater.measure(sequences, pause_point, unwanted)
+        credit = give_credit(self.algorithm, self.options, self._totals(rollouts), rollouts.table, estimates)
+        learned = self.updater.update(sequences, credit, estimates, pause_point, unwanted)
         ended = self.clock()
-        metrics = {
-            **_reward_metrics(table, totals, self.options.num_generations),
-            **_length_metrics(completions),
+        metrics = {  # of the groups drawn first: those that came in for dead ones were chosen for being uneven
+            **_reward_metrics(first),
+            **_length_metrics(first.completions),
+            **credit.metrics,
             **learned,
-            "learning_rate": self.updater.optimizer.param_groups[0]["lr"],
+            "learning_rate": learning_rate,
             "seconds": ended - started,
-            "seconds_rollout": rolled_out - started,
-            "seconds_reward": scored - rolled_out,
-            "seconds_update": ended - scored,
+            "seconds_rollout": rolled_out - started - self._seconds_scoring,
+            "seconds_reward": self._seconds_scoring,
+            "seconds_update": ended - rolled_out,
         }
-        self.record.write_step(number, metrics, self._completion_rows(rows, completions, table, advantages))
+        if self.options.dynamic_sampling_rounds:
+            metrics["refilled_groups"] = float(rollouts.replaced)
+        self.record.write_step(number, metrics, self._completion_rows(rollouts, credit))
         self.updater.moved = False
-        return table
+        return rollouts.table
 
-    def _roll_out(self, number: int, rows: list[int], pause_point: Callable[[], None]) -> list[Completion]:
+    def _roll_out(self, number: int, round: int, rows: list[int], pause_point: Callable[[], None]) -> Rollouts:
+        """Sample and score. round: 0, or which refill of the step's dead groups this is."""
         pause_point()
+        seed = stream_seed(self.options.seed, "step", number, *([round] if round else []))
         groups = self.model.complete(
             [self.prompts.token_ids[row] for row in rows],
-            self.options.sampling(seed=stream_seed(self.options.seed, "step", number)),
+            self.options.sampling(seed=seed),
             self.options.num_generations,
             between_tokens=pause_point,
         )
-        return [completion for group in groups for completion in group]
+        completions = [completion for group in groups for completion in group]
+        started = self.clock()
+        table = self._score(number, rows, completions)
+        self._seconds_scoring += self.clock() - started
+        return Rollouts(rows, completions, table)
+
+    def _refilled(self, number: int, first: Rollouts, pause_point: Callable[[], None]) -> Rollouts:
+        def draw(round: int, count: int) -> Rollouts:
+            rows = rows_to_refill(number, round, len(self.prompts.messages), count, self.options.seed)
+            return self._roll_out(number, round, rows, pause_point)
+
+        return with_live_groups(first, self.options.dynamic_sampling_rounds or 0, draw)
 
     def _score(self, number: int, rows: list[int], completions: list[Completion]) -> ScoreTable:
         each = [row for row in rows for _ in range(self.options.num_generations)]
@@ -112,21 +124,33 @@ class Stepper:
                 step=number,
             )
 
-    def _sequences(self, rows: list[int], completions: list[Completion]) -> list[Sequence]:
-        masked = self.options.mask_truncated_completions
+    def _totals(self, rollouts: Rollouts) -> Tensor:
+        """Scores for the advantages. A pair with an answer that is left out would compare it all the same, so it counts
+        as unscored there."""
+        totals = rollouts.totals
+        if self.algorithm.advantages == "pairs":
+            cut = [self._left_out(completion) for completion in rollouts.completions]
+            totals = totals.masked_fill(torch.tensor(cut), torch.nan)
+        return totals
+
+    def _sequences(self, rollouts: Rollouts) -> list[Sequence]:
+        """A critic must not learn that an unscored answer was worth nothing: it is left out there."""
+        unscored = rollouts.totals.isnan().tolist()
         return [
             Sequence(
-                self.prompts.token_ids[rows[i // self.options.num_generations]],
+                self.prompts.token_ids[rollouts.rows[i // self.options.num_generations]],
                 completion,
-                trained=not (masked and completion.finish_reason == "length"),
+                trained=not (self._left_out(completion) or (self.algorithm.value_head and unscored[i])),
             )
-            for i, completion in enumerate(completions)
+            for i, completion in enumerate(rollouts.completions)
         ]
 
-    def _completion_rows(
-        self, rows: list[int], completions: list[Completion], table: ScoreTable, advantages: Tensor
-    ) -> list[dict[str, Any]]:
-        rendered = [self.model.render(self.prompts.messages[row]) for row in rows]
+    def _left_out(self, completion: Completion) -> bool:
+        return self.options.mask_truncated_completions and completion.finish_reason == "length"
+
+    def _completion_rows(self, rollouts: Rollouts, credit: Credit) -> list[dict[str, Any]]:
+        rendered = [self.model.render(self.prompts.messages[row]) for row in rollouts.rows]
+        table, totals, advantages = rollouts.table, rollouts.table.totals, credit.of_answers()
         return [
             {
                 "index": i,
@@ -137,21 +161,22 @@ class Stepper:
                     name: [score.value, score.reason, score.detail]
                     for name, score in zip(table.names, table.scores[i], strict=True)
                 },
-                "total": table.totals[i],
-                "advantage": float(advantages[i]),
+                "total": totals[i],
+                "advantage": advantages[i],
                 "tokens": len(completion.token_ids),
                 "finish_reason": completion.finish_reason,
             }
-            for i, completion in enumerate(completions)
+            for i, completion in enumerate(rollouts.completions)
         ]
 
 
-def _reward_metrics(table: ScoreTable, totals: Tensor, num_generations: int) -> dict[str, float | None]:
+def _reward_metrics(rollouts: Rollouts) -> dict[str, float | None]:
+    table, totals, dead = rollouts.table, rollouts.totals, rollouts.dead()
     known = totals[~totals.isnan()]
     metrics: dict[str, float | None] = {
         "reward": float(known.mean()) if len(known) else None,
         "reward_std": float(known.std()) if len(known) > 1 else None,
-        "dead_groups": float(dead_groups(totals, num_generations).float().mean()),
+        "dead_groups": sum(dead) / len(dead),
     }
     for name in table.names:
         values = [score.value for score in table.column(name) if score.value is not None]

@@ -42,6 +42,8 @@ NEVER: dict[str, set[str]] = {
     "algorithms": FRONT_END | MODELS,
     "store": FRONT_END | MODELS | {"torch"},
 }
+# A reward may be a model of its own, a sequence classifier; it is loaded inside the function that is asked for it.
+LAZY_MODEL = ("rewards/reward_model.py", "transformers")
 NO_TORCH_AT_IMPORT = {"data", "rewards", "store", "widgets"}
 
 
@@ -143,7 +145,8 @@ def test_rooms_import_along_the_arrows_only() -> None:
 
 
 def test_rooms_leave_alone_what_is_not_theirs() -> None:
-    assert [str(item) for item in IMPORTS if item.top in NEVER[item.room]] == []
+    found = [item for item in IMPORTS if item.top in NEVER[item.room]]
+    assert [str(item) for item in found if not (item.in_function and (item.file, item.top) == LAZY_MODEL)] == []
 
 
 def test_torch_is_not_loaded_by_rooms_that_can_do_without() -> None:

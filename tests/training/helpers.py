@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -74,6 +75,39 @@ class WatchedEngine:
 
     def release(self) -> None:
         self.engine.release()
+
+
+class DrawnEngine:
+    """Answers of 5 to 8 tokens that depend on the seed and the prompt alone, not on what the model has learned; their
+    text is those ids, their logprobs are drawn too. `before(asked)`, from 1, is called at each rollout."""
+
+    name = "drawn"
+
+    def __init__(self) -> None:
+        self.before: Callable[[int], None] = lambda asked: None
+        self.asked = 0
+
+    def generate(
+        self,
+        prompt_ids: list[list[int]],
+        sampling: Sampling,
+        n: int = 1,
+        between_tokens: Callable[[], None] | None = None,
+    ) -> list[list[Completion]]:
+        self.asked += 1
+        self.before(self.asked)
+        if between_tokens is not None:
+            between_tokens()
+        return [[self._answer(prompt, sampling, i) for i in range(n)] for prompt in prompt_ids]
+
+    def _answer(self, prompt: list[int], sampling: Sampling, number: int) -> Completion:
+        rng = random.Random(f"{sampling.seed} {prompt} {number}")
+        ids = [rng.randrange(256) for _ in range(rng.randint(5, 8))]
+        reason = "length" if len(ids) == 8 else "eos"
+        return Completion(ids, [-rng.uniform(1, 5) for _ in ids], reason, " ".join(map(str, ids)))
+
+    def adapter_changed(self) -> None:
+        pass
 
 
 def adapter(model: Model) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ import grpo_kit as gk
 from grpo_kit.rollout import Completion
 from grpo_kit.training.batch import Sequence
 from grpo_kit.training.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
+from grpo_kit.training.credit import Credit
 from grpo_kit.training.options import TrainOptions, derive
 from grpo_kit.training.update import Updater
 from tests.training.helpers import adapter, same
@@ -20,10 +21,14 @@ SEQUENCES = [Sequence([1, 2, 3], Completion([4, 5, n], [-1.0] * 3, "eos", "")) f
 ADVANTAGES = torch.tensor([1.0, -1.0])
 
 
+def credit(advantages) -> Credit:
+    return Credit(advantages, None, None, {})
+
+
 @pytest.fixture
 def updater(model) -> Updater:
     made = Updater(model, derive(TrainOptions(learning_rate=1e-2), on_gpu=False)[0])
-    made.update(SEQUENCES, ADVANTAGES, lambda: None)
+    made.update(SEQUENCES, credit(ADVANTAGES), None, lambda: None)
     return made
 
 
@@ -37,9 +42,10 @@ def moments(updater):
 
 def test_everything_comes_back_exactly(model, updater, tmp_path):
     updater.set_learning_rate(3e-4)
+    updater.schedule(7)
     folder = save_checkpoint(tmp_path, 7, model, updater, {"elapsed": 1.5})
     weights, state = adapter(model), moments(updater)
-    updater.update(SEQUENCES, -ADVANTAGES, lambda: None)
+    updater.update(SEQUENCES, credit(-ADVANTAGES), None, lambda: None)
     after = adapter(model)
     assert not same(after, weights)
 
@@ -50,7 +56,7 @@ def test_everything_comes_back_exactly(model, updater, tmp_path):
     assert same(moments(fresh), state)
     assert fresh.optimizer.param_groups[0]["lr"] == 3e-4
     assert (read_state(folder)["step"], read_state(folder)["elapsed"]) == (7, 1.5)
-    fresh.update(SEQUENCES, -ADVANTAGES, lambda: None)
+    fresh.update(SEQUENCES, credit(-ADVANTAGES), None, lambda: None)
     assert same(adapter(model), after)  # bit for bit: Adam's step count is back as well
 
 
@@ -125,7 +131,7 @@ def test_a_fresh_optimizer_has_nothing_to_save(model, tmp_path):
     folder = save_checkpoint(tmp_path, 0, model, fresh, {})
     load_checkpoint(folder, model, fresh)
     assert not moments_or_none(fresh)
-    assert json.loads((folder / "state.json").read_text())["optimizer"] == {"learning_rate": 5e-6}
+    assert json.loads((folder / "state.json").read_text())["optimizer"] == {"optimizer": "AdamW", "learning_rate": 5e-6, "values": {}}
 
 
 def moments_or_none(updater):

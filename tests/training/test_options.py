@@ -50,7 +50,7 @@ def test_what_is_open_is_derived_and_listed_with_the_reason():
     filled, settings = derive(TrainOptions(), on_gpu=False)
     assert (filled.scale_rewards, filled.epsilon_high, filled.tokens_per_micro_batch) == ("group", 0.2, 512)
     listed = {setting.name: (setting.value, setting.reason) for setting in settings}
-    assert listed["scale_rewards"] == ("group", "as grpo defines it")
+    assert listed["scale_rewards"] == ("group", "the usual value")
     assert listed["epsilon_high"] == ("0.2", "the same as epsilon")
     assert listed["tokens_per_micro_batch"][0] == "512"
     assert "CPU" in listed["tokens_per_micro_batch"][1]
@@ -64,7 +64,11 @@ def test_the_algorithm_and_the_device_decide():
 
 
 def test_what_the_user_set_stays_and_is_not_listed():
-    asked = TrainOptions(algorithm="dapo", scale_rewards="batch", epsilon_high=0.5, tokens_per_micro_batch=7)
+    asked = TrainOptions(
+        algorithm="dapo", scale_rewards="batch", multi_objective_aggregation="normalize_then_sum", epsilon=0.1,
+        epsilon_high=0.5, beta=0.1, kl_estimator="k2", num_iterations=2, dynamic_sampling_rounds=1,
+        tokens_per_micro_batch=7,
+    )  # fmt: skip
     filled, settings = derive(asked, on_gpu=True)
     assert filled == asked
     assert settings == []

@@ -15,8 +15,8 @@ from grpo_kit.store import Record
 from grpo_kit.training import Run, RunFailed, resume
 from grpo_kit.training.checkpoint import checkpoints
 from grpo_kit.training.options import TrainOptions, derive
+from grpo_kit.training.prompts import Prompts
 from grpo_kit.training.run_lock import RunLock
-from grpo_kit.training.step import Prompts
 from tests.training.helpers import QUICK, SOON, adapter, events, letters, numbers, same, until
 
 
@@ -178,16 +178,16 @@ def stopped_in(where, start, engine, model, monkeypatch):
     if where == "rollout":
         engine.on_token = lambda step, token: stop() if (step, token) == (3, 3) else None
     else:
-        logprobs = model.logprobs
+        token_outputs = model.token_outputs
 
         def counted(*args):
             if engine.step == 3 and torch.is_grad_enabled():
                 seen["passes"] += 1
                 if seen["passes"] == 2:  # the first micro-batch has left its gradient
                     stop()
-            return logprobs(*args)
+            return token_outputs(*args)
 
-        monkeypatch.setattr(model, "logprobs", counted)
+        monkeypatch.setattr(model, "token_outputs", counted)
     box["run"] = start(steps=4, checkpoint_every=100, tokens_per_micro_batch=1)
     begun.set()
     box["run"].wait(SOON)
@@ -477,7 +477,7 @@ class FullDisk(Record):
 def a_run(model, directory, record, **options):
     chosen, settings = derive(TrainOptions(**{**QUICK, **options}), on_gpu=False)
     prompts = Prompts(["2 + 2?"], [model.encode("2 + 2?")], [{}])
-    return Run(model, prompts, RewardSet(letters), chosen, settings, record, directory, RunLock(directory))
+    return Run(model, prompts, None, RewardSet(letters), chosen, settings, record, directory, RunLock(directory))
 
 
 def test_a_run_that_fails_says_so_and_leaves_the_model_usable(model, tmp_path):

@@ -65,8 +65,10 @@ def test_the_record_says_what_was_trained_with_what(start, model):
     info = run.record.run_info()
     assert (info["options"]["steps"], info["options"]["scale_rewards"]) == (1, "batch")
     assert info["model"]["name_or_path"] == model.options.name_or_path
-    assert {setting["name"] for setting in info["settings"]} == {"epsilon_high"}
-    assert [setting.name for setting in run.settings] == ["epsilon_high"]
+    derived = {setting["name"] for setting in info["settings"]}
+    assert {"epsilon_high", "beta"} <= derived
+    assert not {"scale_rewards", "tokens_per_micro_batch"} & derived  # those were set
+    assert [setting.name for setting in run.settings] == [setting["name"] for setting in info["settings"]]
     plain, made = info["rewards"]
     assert (plain["name"], plain["weight"], plain["spec"], plain["function"]) == ("letters", 1.0, None, "letters")
     assert "def letters" in plain["source"]

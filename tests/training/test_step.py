@@ -12,7 +12,8 @@ from grpo_kit.rollout import Completion, Sampling, stream_seed
 from grpo_kit.store import Record
 from grpo_kit.training.options import TrainOptions, derive
 from grpo_kit.training.order import rows_of_step
-from grpo_kit.training.step import Prompts, Stepper
+from grpo_kit.training.prompts import Prompts
+from grpo_kit.training.step import Stepper
 from tests.training.helpers import QUICK, adapter, same
 
 
@@ -64,7 +65,7 @@ def record(tmp_path):
 
 
 def stepper(model, record, rewards=None, clock=lambda: 0.0, **options) -> Stepper:
-    chosen, _ = derive(TrainOptions(**{**QUICK, **options}), on_gpu=False)
+    chosen, _ = derive(TrainOptions(**{**QUICK, "steps": 10, **options}), on_gpu=False)
     messages = [[{"role": "user", "content": f"{n}?"}] for n in range(4)]
     prompts = Prompts(messages, [model.encode(m) for m in messages], [{"answer": n} for n in range(4)])
     return Stepper(model, prompts, rewards or RewardSet(size, even), chosen, record, clock)
@@ -167,11 +168,11 @@ def test_nothing_scored_is_none_and_not_nan(model, engine, record):
 
 
 def test_seconds_go_by_the_clock_given(model, engine, record):
-    ticks = iter([0.0, 10.0, 12.0, 15.0])
+    ticks = iter([0.0, 10.0, 12.0, 12.5, 15.0])  # start, scoring from and to, rolled out, end
     make_step(stepper(model, record, clock=lambda: next(ticks)))
     (row,) = record.steps()
     names = ("seconds", "seconds_rollout", "seconds_reward", "seconds_update")
-    assert [row[name] for name in names] == [15, 10, 2, 3]
+    assert [row[name] for name in names] == [15, 10.5, 2, 2.5]
 
 
 def test_an_exception_at_a_pause_point_leaves_weights_and_record(model, engine, record):

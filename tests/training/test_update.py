@@ -13,6 +13,7 @@ import torch
 from grpo_kit.rollout import Completion
 from grpo_kit.training.batch import Sequence
 from grpo_kit.training.options import TrainOptions, derive
+from grpo_kit.training.credit import Credit
 from grpo_kit.training.update import Updater
 from tests.training.helpers import adapter, same
 
@@ -44,6 +45,10 @@ def trained(model):
     return model
 
 
+def credit(advantages) -> Credit:
+    return Credit(advantages, None, None, {})
+
+
 def updater(model, **options) -> Updater:
     return Updater(model, derive(TrainOptions(**{"max_grad_norm": 1e9, "epsilon": 0.2, **options}), False)[0])
 
@@ -51,7 +56,7 @@ def updater(model, **options) -> Updater:
 def gradient_of(model, sequences, advantages, **options):
     """The gradient of an update and its metrics; the weights are put back."""
     before, made = adapter(model), updater(model, **options)
-    metrics = made.update(sequences, advantages, lambda: None)
+    metrics = made.update(sequences, credit(advantages), None, lambda: None)
     gradient = {name: made.optimizer.state[p]["exp_avg"] / 0.1 for name, p in made.parameters.items()}
     put_back(model, before)
     return gradient, metrics
@@ -134,7 +139,7 @@ def test_the_order_of_the_groups_is_indifferent(trained, sequences):
 def test_two_iterations_keep_the_logprobs_from_before_the_first(trained, sequences):
     start = adapter(trained)
     made = updater(trained, num_iterations=2, learning_rate=5e-3, epsilon=0.2, tokens_per_micro_batch=FOUR_BY_TWO)
-    metrics = made.update(sequences, ADVANTAGES, lambda: None)
+    metrics = made.update(sequences, credit(ADVANTAGES), None, lambda: None)
     got = adapter(trained)
 
     put_back(trained, start)
@@ -176,7 +181,7 @@ def test_a_masked_sequence_is_not_pulled_to_the_reference_either(trained, sequen
 @pytest.mark.parametrize("beta", [0.0, 1e-3])
 def test_no_advantage_no_gradient(model, sequences, beta):
     before, made = adapter(model), updater(model, beta=beta)
-    metrics = made.update(sequences, torch.zeros(8), lambda: None)
+    metrics = made.update(sequences, credit(torch.zeros(8)), None, lambda: None)
     assert metrics["grad_norm"] == 0  # fresh adapter: the pull to the reference is 0 too
     assert metrics["entropy"] > 0  # the curves go on
     assert same(adapter(model), before)
@@ -185,10 +190,10 @@ def test_no_advantage_no_gradient(model, sequences, beta):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(trained, sequences, bad):
     before, made = adapter(trained), updater(trained)
-    metrics = made.update(sequences, torch.tensor([bad, *ADVANTAGES[1:].tolist()]), lambda: None)
+    metrics = made.update(sequences, credit(torch.tensor([bad, *ADVANTAGES[1:].tolist()])), None, lambda: None)
     assert metrics["skipped_updates"] == 1
     assert same(adapter(trained), before)
-    metrics = made.update(sequences, ADVANTAGES, lambda: None)  # and the next one is as if it had not been
+    metrics = made.update(sequences, credit(ADVANTAGES), None, lambda: None)  # and the next one is as if it had not been
     put_back(trained, before)
     untouched = gradient_of(trained, sequences, ADVANTAGES)[1]
     assert (metrics["skipped_updates"], metrics["grad_norm"]) == (0, untouched["grad_norm"])
@@ -196,13 +201,13 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(trained, seq
 
 def test_kl_is_measured_against_the_model_without_adapter(model, sequences):
     made = updater(model, beta=0.1, learning_rate=1e-2)
-    assert made.update(sequences, ADVANTAGES, lambda: None)["kl"] == pytest.approx(0, abs=1e-7)
+    assert made.update(sequences, credit(ADVANTAGES), None, lambda: None)["kl"] == pytest.approx(0, abs=1e-7)
     with torch.no_grad():
         policy = [plain_logprobs(model, s) for s in sequences]
         with model.module.disable_adapter():
             gaps = [plain_logprobs(model, s) - p for s, p in zip(sequences, policy, strict=True)]
     expected = torch.cat([gap.exp() - gap - 1 for gap in gaps]).mean()
-    measured = made.update(sequences, ADVANTAGES, lambda: None)["kl"]
+    measured = made.update(sequences, credit(ADVANTAGES), None, lambda: None)["kl"]
     assert measured == pytest.approx(float(expected), rel=1e-4)
     assert measured > 1e-4
 
@@ -226,7 +231,7 @@ def test_clipping_keeps_the_reported_norm(trained, sequences):
 def test_the_pause_point_comes_before_each_micro_batch_of_the_first_pass_only(trained, sequences):
     calls = []
     made = updater(trained, num_iterations=3, tokens_per_micro_batch=FOUR_BY_TWO)
-    made.update(sequences, ADVANTAGES, lambda: calls.append(1))
+    made.update(sequences, credit(ADVANTAGES), None, lambda: calls.append(1))
     assert len(calls) == 4
 
 
@@ -243,7 +248,7 @@ def test_what_a_pause_point_raises_leaves_the_weights(trained, sequences):
 
     before, made = adapter(trained), updater(trained, num_iterations=2, tokens_per_micro_batch=FOUR_BY_TWO)
     with pytest.raises(Stop):
-        made.update(sequences, ADVANTAGES, stop_at_the_third)
+        made.update(sequences, credit(ADVANTAGES), None, stop_at_the_third)
     made.forget_gradients()
     assert same(adapter(trained), before)
     assert all(parameter.grad is None for parameter in trained.trainable().values())
@@ -261,7 +266,7 @@ def test_a_pass_given_up_in_its_middle_is_made_again_and_counts_once(trained, se
         return first_try and checks.count(True) % 7 == when
 
     before, made = adapter(trained), updater(trained, **options)
-    disturbed = made.update(sequences, ADVANTAGES, lambda: pauses.append(1), unwanted)
+    disturbed = made.update(sequences, credit(ADVANTAGES), None, lambda: pauses.append(1), unwanted)
     assert len(pauses) > 4, "nothing was given up"
     assert disturbed == metrics
     assert same({name: made.optimizer.state[p]["exp_avg"] / 0.1 for name, p in made.parameters.items()}, plain)
@@ -270,9 +275,9 @@ def test_a_pass_given_up_in_its_middle_is_made_again_and_counts_once(trained, se
 
 def test_a_step_without_signal_moves_nothing_and_is_still_measured(trained, sequences):
     made = updater(trained)
-    made.update(sequences, ADVANTAGES, lambda: None)  # so that the optimizer has momentum
+    made.update(sequences, credit(ADVANTAGES), None, lambda: None)  # so that the optimizer has momentum
     before = adapter(trained)
-    metrics = made.update(sequences, torch.zeros(8), lambda: None)
+    metrics = made.update(sequences, credit(torch.zeros(8)), None, lambda: None)
     assert same(adapter(trained), before)
     assert metrics["grad_norm"] == 0
     assert all(metrics[name] is not None for name in ("kl", "entropy", "sampler_gap", "clip_ratio"))

@@ -1,0 +1,240 @@
+"""The passes of one step over its batch: cut into micro-batches, measured where an algorithm must know the models'
+opinion first, learned from as often as asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from grpo_kit.algorithms import Algorithm, high_entropy_mask, kl_estimate
+from grpo_kit.model import Model, TokenOutputs, ValueHead
+from grpo_kit.training.batch import MicroBatch, Sequence, collate
+from grpo_kit.training.credit import Credit, Estimates
+from grpo_kit.training.finite import first_bad_output
+from grpo_kit.training.objective import Known, Loss, pair_objective, policy_objective
+from grpo_kit.training.options import TrainOptions
+from grpo_kit.training.order import micro_batches
+
+MEANS = ("kl", "entropy", "sampler_gap", "clip_ratio")
+
+
+@dataclass
+class Sums:
+    """Token sums over the first pass of a step, for its metrics; `count` says what each was summed over."""
+
+    total: dict[str, float] = field(default_factory=dict)
+    count: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, values: Tensor, mask: Tensor) -> None:
+        self.total[name] = self.total.get(name, 0.0) + float((values * mask).sum())
+        self.count[name] = self.count.get(name, 0.0) + float(mask.sum())
+
+    def metrics(self) -> dict[str, float | None]:
+        """The mean of each; None where nothing was counted."""
+        names = dict.fromkeys([*MEANS, *self.total])
+        return {name: self.total[name] / self.count[name] if self.count.get(name) else None for name in names}
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """What learns: the model with its adapter, the critic if there is one, and by which rules."""
+
+    model: Model
+    value_head: ValueHead | None
+    algorithm: Algorithm
+    options: TrainOptions
+
+    def outputs(self, batch: MicroBatch, train: bool) -> TokenOutputs:
+        """[B, T] each. Only in train mode are activations recomputed in backward."""
+        self.model.module.train(train)
+        return self.model.token_outputs(
+            batch.ids, batch.mask, batch.first, batch.width, self.options.temperature, self.value_head
+        )
+
+    @torch.no_grad()
+    def reference(self, batch: MicroBatch) -> Tensor:
+        """The untrained model's logprobs [B, T]."""
+        self.model.module.train(False)
+        with self.model.adapter_set(False):
+            return self.model.token_outputs(
+                batch.ids, batch.mask, batch.first, batch.width, self.options.temperature
+            ).logprobs
+
+
+def cut(trainee: Trainee, sequences: list[Sequence], units: list[list[int]]) -> list[MicroBatch]:
+    """Micro-batches of at most `tokens_per_micro_batch` tokens; the sequences of a unit stay together, in order."""
+    budget = trainee.options.tokens_per_micro_batch
+    assert budget is not None
+    lengths = [max(len(sequences[i]) for i in unit) for unit in units]
+    plan = micro_batches(lengths, budget, [len(unit) for unit in units])
+    device = trainee.model.precision.device
+    return [collate(sequences, list(chain.from_iterable(units[u] for u in chosen)), device) for chosen in plan]
+
+
+class Measurement:
+    """A pass over all sequences that changes nothing; what it found is in `estimates` at the end."""
+
+    def __init__(self, trainee: Trainee, sequences: list[Sequence]):
+        self.trainee = trainee
+        self.batches = cut(trainee, sequences, [[i] for i in range(len(sequences))])
+        widest = max(batch.width for batch in self.batches)
+        blank = torch.zeros(len(sequences), widest, device=trainee.model.precision.device)
+        self._found = {name: blank.clone() for name in ("mask", "logprobs", "entropy", "reference", "values")}
+
+    @torch.no_grad()
+    def measure(self, number: int) -> None:
+        batch = self.batches[number]
+        outputs = self.trainee.outputs(batch, train=False)
+        found = {"mask": batch.loss_mask, "logprobs": outputs.logprobs, "entropy": outputs.entropy}
+        if self.trainee.options.beta:
+            found["reference"] = self.trainee.reference(batch)
+        if outputs.values is not None:
+            found["values"] = outputs.values
+        for name, values in found.items():
+            self._found[name][batch.indices, : batch.width] = values
+
+    @property
+    def estimates(self) -> Estimates:
+        has_reference, has_values = bool(self.trainee.options.beta), self.trainee.value_head is not None
+        return Estimates(
+            self._found["mask"],
+            self._found["logprobs"],
+            self._found["entropy"],
+            self._found["reference"] if has_reference else None,
+            self._found["values"] if has_values else None,
+        )
+
+
+class Passes:
+    """One step's batch, and what is remembered of each micro-batch between the passes over it.
+
+    teaching: the sequences that can move the weights; where there are none, only `measure_first` makes sense.
+    """
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        sequences: list[Sequence],
+        credit: Credit,
+        estimates: Estimates | None,
+        teaching: list[int],
+        scale: Callable[[Tensor], Tensor],
+        parameters: list[torch.nn.Parameter],
+    ):
+        self.trainee, self.credit, self.scale, self.parameters = trainee, credit, scale, parameters
+        self.algorithm, self.options = trainee.algorithm, trainee.options
+        device = trainee.model.precision.device
+        lengths = torch.tensor([len(s.completion.token_ids) * s.trained for s in sequences])
+        self.weights = self.algorithm.weights(lengths, self.options.max_completion_length).to(device)  # [N]
+        self.advantages = credit.advantages.to(device)  # [N] or [N, T]
+        self.token_weight = 1.0 / max(1, int(lengths.sum()))
+        self.chosen, self.entropy_weight = self._least_sure(estimates)
+        self.estimates = estimates
+        units = [list(pair) for pair in credit.pairs] if credit.pairs else [[i] for i in teaching]
+        self.batches = cut(trainee, sequences, units or [[i] for i in range(len(sequences))])
+        self.old: dict[int, Tensor] = {}
+        self._references: dict[int, Tensor] = {}
+        self.sums = Sums()
+        self.bad: str | None = None  # where a loss was not finite, in words
+
+    def learn(self, number: int) -> Tensor:
+        """Add the gradient of micro-batch `number` and return its part of the loss. Nothing is kept of a pass that ends
+        in an exception."""
+        batch, first_pass = self.batches[number], number not in self.old
+        reference = self._reference(number)
+        outputs = self.trainee.outputs(batch, train=True)
+        old = self._old(number, outputs)
+        loss = self._objective(batch, outputs, old, reference)
+        self._explain(loss.value, batch)
+        gradients = torch.autograd.grad(self.scale(loss.value), self.parameters, allow_unused=True)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self.sums.add("clip_ratio", loss.clipped.float(), batch.loss_mask)
+        if first_pass:
+            self.old[number] = old
+            self._measure(batch, outputs, reference)
+            for name, part in loss.parts.items():
+                self.sums.add(name, part.detach(), batch.loss_mask if part.dim() == 2 else torch.ones_like(part))
+        if reference is not None:
+            self._references[number] = reference
+        return loss.value.detach()
+
+    @torch.no_grad()
+    def measure_first(self) -> None:
+        """For a step without a gradient: the curves go on, from one micro-batch."""
+        batch = self.batches[0]
+        outputs = self.trainee.outputs(batch, train=False)
+        self._measure(batch, outputs, self._reference(0))
+        self.sums.add("clip_ratio", torch.zeros_like(outputs.logprobs), batch.loss_mask)
+
+    def _least_sure(self, estimates: Estimates | None) -> tuple[Tensor | None, float]:
+        """The mask of `top_entropy_quantile` [N, T], and the weight of each token in the entropy bonus."""
+        if self.options.top_entropy_quantile == 1:
+            return None, self.token_weight
+        assert estimates is not None
+        chosen = high_entropy_mask(estimates.entropy, estimates.mask, self.options.top_entropy_quantile)
+        return chosen, 1.0 / max(1.0, float(chosen.sum()))
+
+    def _old(self, number: int, outputs: TokenOutputs) -> Tensor:
+        """The logprobs from before the step, [B, T]."""
+        if number in self.old:
+            return self.old[number]
+        if self.estimates is not None:
+            return _of(self.estimates.logprobs, self.batches[number])
+        return outputs.logprobs.detach()
+
+    def _reference(self, number: int) -> Tensor | None:
+        """[B, T]. With beta = 0 it only serves the KL curve: the first micro-batch will do."""
+        if number in self._references:
+            return self._references[number]
+        if self.estimates is not None and self.estimates.reference is not None:
+            return _of(self.estimates.reference, self.batches[number])
+        if self.options.beta == 0 and number > 0:
+            return None
+        return self.trainee.reference(self.batches[number])
+
+    def _objective(self, batch: MicroBatch, outputs: TokenOutputs, old: Tensor, reference: Tensor | None) -> Loss:
+        known = Known(
+            weights=self.weights[batch.indices],
+            token_weight=self.token_weight,
+            entropy_weight=self.entropy_weight,
+            advantages=_of(self.advantages, batch),
+            mask=batch.loss_mask,
+            old=old,
+            sampled=batch.sampled,
+            reference=reference,
+            chosen=_maybe_of(self.chosen, batch),
+            old_values=_maybe_of(self.estimates.values if self.estimates else None, batch),
+            returns=_maybe_of(self.credit.returns, batch),
+        )
+        if self.credit.pairs is not None:
+            return pair_objective(self.algorithm, self.options, outputs, known, len(self.credit.pairs))
+        return policy_objective(self.algorithm, self.options, outputs, known)
+
+    def _explain(self, loss: Tensor, batch: MicroBatch) -> None:
+        """Find out, once a step, which part of the model made a loss that is not finite."""
+        if self.bad is None and not bool(loss.isfinite()):
+            with torch.no_grad():
+                found = first_bad_output(self.trainee.model.causal_lm, lambda: self.trainee.outputs(batch, train=False))
+            self.bad = found or "the loss itself: all that the model said is finite, its advantages or ratios are not"
+
+    def _measure(self, batch: MicroBatch, outputs: TokenOutputs, reference: Tensor | None) -> None:
+        logprobs = outputs.logprobs.detach()
+        self.sums.add("entropy", outputs.entropy.detach(), batch.token_mask)
+        self.sums.add("sampler_gap", (logprobs - batch.sampled).abs(), batch.token_mask)
+        if reference is not None:
+            self.sums.add("kl", kl_estimate(logprobs, reference), batch.token_mask)
+
+
+def _of(step: Tensor, batch: MicroBatch) -> Tensor:
+    """A micro-batch's part of what was computed for the whole step: [N] → [B], [N, T] → [B, width]."""
+    return step[batch.indices] if step.dim() == 1 else step[batch.indices, : batch.width]
+
+
+def _maybe_of(step: Tensor | None, batch: MicroBatch) -> Tensor | None:
+    return None if step is None else _of(step, batch)

@@ -1,0 +1,306 @@
+"""Held-out prompts and the canary: when they are asked, what is counted, and what a stop or a resume leaves of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+import grpo_kit as gk
+from grpo_kit.rewards import human, last_number, reward
+from grpo_kit.rollout import Completion
+from grpo_kit.training import resume
+from grpo_kit.training.checkpoint import checkpoints
+from tests.training.helpers import QUICK, SOON, adapter, events, letters, numbers, same, until
+
+ASKED = 7  # held-out prompts "0 + 10?" to "6 + 10?"
+
+
+class SumsEngine:
+    """Knows the sums of even n: greedily of n < 4, and in one of `n` tries of the others too. What it sampled for
+    training are other letters each time. Calls `before(kind)` when asked: "greedy", "sampled" or "step"."""
+
+    name = "sums"
+
+    def __init__(self, decode):
+        self.decode, self.before = decode, lambda kind: None
+        self.seeds = {"greedy": [], "sampled": [], "step": []}
+
+    def generate(self, prompt_ids, sampling, n=1, between_tokens=None):
+        questions = [self.decode(ids) for ids in prompt_ids]
+        kind = "greedy" if sampling.temperature == 0 else "sampled" if "10" in questions[0] else "step"
+        self.seeds[kind].append(sampling.seed)
+        self.before(kind)
+        if between_tokens is not None:
+            between_tokens()
+        return [[self._answer(q, kind, i, sampling.seed) for i in range(n)] for q in questions]
+
+    def _answer(self, question, kind, number, seed):
+        if kind == "step":
+            text = "abcdefgh"[(seed + number) % 8]
+        else:
+            n = int(question.split(" ")[0])
+            right = n % 2 == 0 and (n < 4 if kind == "greedy" else number == 1)
+            text = str(n + 10) if right else "0"
+        return Completion([ord(letter) for letter in text], [-1.0] * len(text), "eos", text)
+
+    def adapter_changed(self):
+        pass
+
+
+@reward
+def right(completion, answer):
+    return 1.0 if last_number(completion) == answer else 0.25
+
+
+@pytest.fixture(scope="module")
+def eval_data():
+    return gk.data.from_rows([{"prompt": f"{n} + 10?", "answer": n + 10} for n in range(ASKED)])
+
+
+@pytest.fixture
+def engine(model):
+    model.engine = SumsEngine(model.chat.decode)
+    return model.engine
+
+
+@pytest.fixture
+def begin(model, data, tmp_path, eval_data):
+    def begin(*rewards, run_dir="run", eval_data=eval_data, **options):
+        reward_set = gk.RewardSet(*(rewards or (right, letters)))
+        options = {**QUICK, "steps": 5, "eval_steps": 2, "num_generations_eval": 3, **options}
+        return gk.train(model, data, reward_set, run_dir=tmp_path / run_dir, eval_data=eval_data, **options)
+
+    return begin
+
+
+def finish(run):
+    run.wait(SOON)
+    assert run.state == "finished", run.error
+    return run
+
+
+def test_every_n_steps_before_the_first_and_after_the_last(begin, engine):
+    run = finish(begin())
+    assert [event["step"] for event in events(run, "evaluation")] == [0, 2, 4, 5]
+    assert [event["step"] for event in events(run, "canary")] == [0, 2, 4, 5]
+    kinds = [(event["kind"], event["step"]) for event in run.record.events()]
+    assert kinds.index(("checkpoint", 0)) < kinds.index(("evaluation", 0))
+    assert kinds.index(("evaluation", 5)) < kinds.index(("finished", 5))
+    assert list(run.evaluations["step"]) == [0, 2, 4, 5]
+
+
+def test_what_is_counted(begin, engine):
+    """Right are 0 and 2 greedily, and of three tries 0, 2, 4 and 6."""
+    run = finish(begin(steps=1))
+    event = events(run, "evaluation")[0]
+    assert event["text"] == "held-out: 29 % right, 57 % within 3 tries"
+    means = (2 * 1.0 + 5 * 0.25) / 7, (letters("10") + letters("12") + 5 * letters("0")) / 7
+    data = event["data"]
+    assert {key: data[key] for key in ("accuracy", "pass_at_k", "k", "answers")} == {
+        "accuracy": 2 / 7, "pass_at_k": 4 / 7, "k": 3, "answers": 7,
+    }  # fmt: skip
+    assert (data["rewards/right"], data["rewards/letters"]) == pytest.approx(means)
+    assert data["reward"] == pytest.approx(sum(means))
+    row = run.evaluations.iloc[-1]
+    assert (row["accuracy"], row["pass_at_k"]) == (2 / 7, 4 / 7)
+
+
+def test_without_samples_there_is_no_pass_at_k(begin, engine):
+    run = finish(begin(steps=1, num_generations_eval=0))
+    event = events(run, "evaluation")[0]
+    assert event["text"] == "held-out: 29 % right"
+    assert not {"pass_at_k", "k"} & event["data"].keys()
+    assert not engine.seeds["sampled"]
+
+
+def test_the_threshold_decides_what_passes(begin, engine):
+    assert events(finish(begin(steps=1, pass_threshold=0.25)), "evaluation")[0]["data"]["accuracy"] == 1
+
+
+def test_every_evaluation_draws_alike(begin, engine):
+    finish(begin())
+    assert len(engine.seeds["sampled"]) == 4
+    assert len(set(engine.seeds["sampled"])) == 1
+
+
+def test_weights_set_live_count(begin, engine):
+    held, go = threading.Event(), threading.Event()
+
+    def hold(kind):
+        if kind == "step" and not held.is_set():
+            held.set()
+            go.wait(SOON)
+
+    engine.before = hold
+    run = begin(steps=2)
+    assert held.wait(SOON)
+    run.set_weight("letters", 0.0)
+    go.set()
+    finish(run)
+    first, last = run.record.events()[0], events(run, "evaluation")[-1]["data"]
+    assert first["kind"] == "started"
+    assert last["reward"] == pytest.approx(last["rewards/right"])
+
+
+def test_an_evaluation_changes_no_number(begin, start, model, data, tmp_path):
+    plain = finish(start(right, letters, run_dir="plain", steps=4))
+    weights = adapter(model)
+    model.reset_adapter()
+    watched = finish(begin(run_dir="watched", steps=4, eval_steps=1))
+    assert numbers(watched) == numbers(plain)
+    assert same(adapter(model), weights)
+    assert len(events(watched, "evaluation")) == 5
+
+
+# ---- the canary ----
+
+
+def test_the_canary_is_the_first_held_out_prompt(begin, engine, model):
+    run = finish(begin(steps=2))
+    assert [event["text"] for event in events(run, "canary")] == ["10", "10"]
+    assert run.canary.to_dict("records") == [
+        {"step": step, "prompt": model.render("0 + 10?"), "answer": "10"} for step in (0, 2)
+    ]
+
+
+def test_another_canary(begin, engine, model):
+    run = finish(begin(steps=2, canary="2 + 10?"))
+    assert [event["data"] for event in events(run, "canary")] == [{"prompt": model.render("2 + 10?"), "answer": "12"}] * 2
+    assert len(events(run, "evaluation")) == 2
+
+
+def test_a_canary_needs_no_held_out_prompts(begin, engine):
+    run = finish(begin(steps=4, eval_data=None, canary="4 + 10?", eval_steps=None, checkpoint_every=2))
+    assert [(event["step"], event["text"]) for event in events(run, "canary")] == [(0, "0"), (2, "0"), (4, "0")]
+    assert not events(run, "evaluation")
+    assert run.evaluations.empty
+    assert ("eval_steps", "2", "with every checkpoint") in [(s.name, s.value, s.reason) for s in run.settings]
+
+
+def test_a_run_without_either_asks_nothing(begin, engine):
+    run = finish(begin(steps=2, eval_data=None, eval_steps=None))
+    assert {event["kind"] for event in run.record.events()} == {"started", "checkpoint", "finished"}
+    assert not engine.seeds["greedy"]
+
+
+# ---- people ----
+
+
+def test_people_are_not_asked_about_held_out_answers(begin, engine):
+    asked = human(time_limit=0.05)
+    run = finish(begin(right, asked, steps=1))
+    assert len(events(run, "evaluation")) == 2
+    for event in events(run, "evaluation"):
+        assert "rewards/human" not in event["data"]
+        assert event["data"]["accuracy"] == 2 / 7
+    assert {len(question.text) for question in asked._closed.values()} == {1}  # a step's answers are one letter
+    assert asked._closed
+
+
+def test_people_alone_cannot_score_them(begin, engine, tmp_path):
+    with pytest.raises(ValueError, match="can't be scored by people alone"):
+        begin(human())
+    assert not (tmp_path / "run").exists()
+
+
+# ---- what is refused ----
+
+
+def test_eval_steps_with_nothing_to_ask(begin, engine, tmp_path):
+    with pytest.raises(ValueError, match="give eval_data or canary"):
+        begin(eval_data=None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_held_out_data_is_checked_before_anything_starts(begin, engine, model, eval_data, tmp_path):
+    live = begin(run_dir="live", steps=1000, eval_data=None, eval_steps=None)
+    until(lambda: live.step >= 1)
+    long = gk.data.from_rows([{"prompt": "x" * 100, "answer": 1}])
+    with pytest.raises(ValueError, match="needs the data column 'answer'"):
+        begin(eval_data=eval_data.remove_columns("answer"))
+    with pytest.raises(ValueError, match="no rows"):
+        begin(eval_data=eval_data.select([]))
+    with pytest.raises(ValueError, match="must be shorter"):
+        begin(eval_data=long)
+    assert live.alive
+    assert not (tmp_path / "run").exists()
+
+
+# ---- stop, pause, resume ----
+
+
+@pytest.mark.parametrize(("when", "step"), [(1, 0), (2, 2), (4, 5)])
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_stopped_in_the_middle_of_an_evaluation(begin, engine, model, kind, when, step):
+    """The `when`-th evaluation is stopped; "greedy" is asked twice each, for the canary too."""
+    whole = finish(begin(run_dir="whole"))
+    weights = adapter(model)
+    model.reset_adapter()
+    engine.seeds = {name: [] for name in engine.seeds}
+    box, begun = {}, threading.Event()
+    count = 2 * when - 1 if kind == "greedy" else when
+
+    def stop(asked):
+        begun.wait(SOON)
+        if asked == kind and len(engine.seeds[kind]) == count:
+            box["run"].stop()
+
+    engine.before = stop
+    run = box["run"] = begin(run_dir="part")
+    begun.set()
+    run.wait(SOON)
+    assert (run.state, run.step) == ("stopped", step)
+    assert [e["step"] for e in events(run, "evaluation")] == [0, 2, 4, 5][: when - 1]
+    assert [e["step"] for e in events(run, "canary")] == [0, 2, 4, 5][: when - 1]
+    assert checkpoints(run.directory)[-1].name == f"step-{step:06d}"
+
+    engine.before = lambda asked: None
+    model.reset_adapter()
+    again = finish(resume(run.directory, model=model, rewards=gk.RewardSet(right, letters)))
+    for name in ("evaluation", "canary"):
+        found, expected = events(again, name), events(whole, name)
+        assert [(e["step"], e["text"], e["data"]) for e in found] == [(e["step"], e["text"], e["data"]) for e in expected]
+    assert numbers(again) == numbers(whole)
+    assert same(adapter(model), weights)
+
+
+def test_resume_keeps_those_made_and_asks_again_for_those_forgotten(begin, engine, model):
+    run = finish(begin(steps=4, checkpoint_every=2))
+    before = [event["id"] for event in events(run, "evaluation")]
+    for folder in checkpoints(run.directory)[1:]:
+        folder.rename(folder.with_name("gone"))
+    again = finish(resume(run.directory, model=model, rewards=gk.RewardSet(right, letters)))
+    assert [event["step"] for event in events(again, "evaluation")] == [0, 2, 4]
+    after = [event["id"] for event in events(again, "evaluation")]
+    assert after[:2] == before[:2]
+    assert after[2] > before[2]
+    assert list(again.evaluations["accuracy"]) == [2 / 7] * 3
+
+
+def test_a_finished_run_that_goes_on_is_evaluated_at_its_new_end(begin, engine, model):
+    run = finish(begin(steps=3))
+    assert list(run.evaluations["step"]) == [0, 2, 3]
+    again = finish(resume(run.directory, model=model, rewards=gk.RewardSet(right, letters), steps=5))
+    assert list(again.evaluations["step"]) == [0, 2, 3, 4, 5]
+
+
+def test_a_pause_in_an_evaluation_holds_it(begin, engine, model):
+    box, begun = {}, threading.Event()
+
+    def pause(kind):
+        begun.wait(SOON)
+        if kind == "sampled" and len(engine.seeds["sampled"]) == 2:
+            box["run"].pause()
+
+    engine.before = pause
+    run = box["run"] = begin(steps=2)
+    begun.set()
+    until(lambda: run.state == "paused")
+    time.sleep(0.1)
+    assert len(events(run, "evaluation")) == 1
+    assert isinstance(model.generate("1 + 10?", max_tokens=4), str)
+    run.resume()
+    finish(run)
+    assert len(events(run, "evaluation")) == 2
