@@ -4,7 +4,8 @@
     python benchmarks/compare_algorithms.py --jobs 8 --threads 2 # eight at a time, two threads each
     python benchmarks/compare_algorithms.py --only rloo --seeds 0
 
-Every run is a process of its own, so that its peak memory is its own. Writes compare_algorithms.md, .json and .svg into
+Every run is a process of its own, so that its peak memory is its own. Runs that are in the results already are not made
+again: delete compare_algorithms.json to start anew. Writes compare_algorithms.md, .json and .svg into
 benchmarks/results/ (or --into).
 """
 
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "ppo", "online_dpo")
-SLOWEST = "ppo"
+BASELINE = "grpo"
 STEPS, EVAL_STEPS = 30, 10
 SMOLLM2 = os.environ.get("SMOLLM2", "HuggingFaceTB/SmolLM2-135M-Instruct")  # or the path of its GGUF file
 Row = dict[str, Any]
@@ -37,22 +38,22 @@ def main() -> None:
         print(json.dumps(one(asked.one, asked.seeds[0], asked.threads)))
         return
     names = asked.only or ALGORITHMS
-    todo = [(name, seed) for seed in asked.seeds for name in names]
-    todo.sort(key=lambda job: job[0] != SLOWEST)  # so that none is left over at the end
-    about = f"{asked.jobs} runs at a time, {asked.threads} threads each"
-    rows: list[Row] = []
+    kept = asked.into / "compare_algorithms.json"
+    rows: list[Row] = json.loads(kept.read_text()) if kept.exists() else []
+    made = {(row["algorithm"], row["seed"]) for row in rows}
+    todo = [(name, seed) for seed in asked.seeds for name in names if (name, seed) not in made]
     with ThreadPoolExecutor(asked.jobs) as pool:
-        for done in as_completed(pool.submit(in_own_process, *job, asked.threads) for job in todo):
+        for done in as_completed(pool.submit(in_own_process, *job, asked) for job in todo):
             rows = sorted([*rows, done.result()], key=lambda row: (names.index(row["algorithm"]), row["seed"]))
-            write(rows, asked.into, about)  # what is done is kept, whatever comes
-    print(table(rows, about))
+            write(rows, asked.into)  # what is done is kept, whatever comes
+    print(table(rows))
 
 
-def write(rows: list[Row], folder: Path, about: str) -> None:
+def write(rows: list[Row], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "compare_algorithms"
     path.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
-    path.with_suffix(".md").write_text(table(rows, about))
+    path.with_suffix(".md").write_text(table(rows))
     path.with_suffix(".svg").write_text(drawing(rows))
 
 
@@ -67,13 +68,14 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def in_own_process(name: str, seed: int, threads: int) -> Row:
-    command = [sys.executable, __file__, "--one", name, "--seeds", str(seed), "--threads", str(threads)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+def in_own_process(name: str, seed: int, asked: argparse.Namespace) -> Row:
+    command = [sys.executable, __file__, "--one", name, "--seeds", str(seed), "--threads", str(asked.threads)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(asked.threads)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"{name}, seed {seed}:\n{done.stderr[-3000:]}")
     row: Row = json.loads(done.stdout.strip().splitlines()[-1])
+    row["hardware"] += f", {asked.jobs} runs at a time with {asked.threads} threads each"
     print(f"{name:<11} seed {seed}: held-out {row['accuracy'][0]:.2f} → {row['accuracy'][-1]:.2f}", flush=True)
     return row
 
@@ -137,32 +139,49 @@ def one(name: str, seed: int, threads: int) -> Row:
 # ---- what is written ----
 
 
-def table(rows: list[Row], about: str) -> str:
-    first = rows[0]
-    baseline = mean(row["seconds"] for row in rows if row["algorithm"] == rows[0]["algorithm"])
+def table(rows: list[Row]) -> str:
+    places = dict.fromkeys(f"{row['hardware']}, {row['versions']}, {row['date']}" for row in rows)
     lines = [
         "# The algorithms on one-digit sums",
         "",
-        f"{first['hardware']} ({about}), {first['versions']}, {first['date']}; SmolLM2-135M-Instruct in float32, LoRA "
-        f"rank 16, {STEPS} steps of 4 prompts with 4 answers of at most 12 tokens, learning rate 3e-4 for all, every "
-        "other option as the algorithm defines it. Held-out accuracy of greedy answers to 23 sums; rewards are means "
-        "of five steps (the most there is: 3). A number for each seed.",
+        *(f"- {place}: {_made_there(rows, place)}" for place in places),
         "",
-        "| algorithm | held-out before → after | reward, first five | reward, last five | time a step | peak memory |",
-        "| --- | --- | --- | --- | --- | --- |",
+        f"SmolLM2-135M-Instruct in float32, LoRA rank 16, {STEPS} steps of 4 prompts with 4 answers of at most 12 "
+        "tokens, learning rate 3e-4 for all, every other option as the algorithm defines it. Held-out accuracy of "
+        "greedy answers to 23 sums; rewards are means of five steps (the most there is: 3). A number for each seed, "
+        f"in order. Time is the median step against {BASELINE}'s on the same machine; memory is the process's peak, model "
+        "included.",
+        "",
+        "| algorithm | seeds | held-out before → after | reward, first five | last five | time a step | peak memory |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name in dict.fromkeys(row["algorithm"] for row in rows):
         its = [row for row in rows if row["algorithm"] == name]
         after = ", ".join(f"{row['accuracy'][-1]:.2f}" for row in its)
         early = ", ".join(f"{mean(row['reward'][:5]):.2f}" for row in its)
         late = ", ".join(f"{mean(row['reward'][-5:]):.2f}" for row in its)
-        seconds = mean(row["seconds"] for row in its)
+        seeds = ", ".join(str(row["seed"]) for row in its)
         memory = max(row["peak_gb"] for row in its)
         lines.append(
-            f"| {name} | {its[0]['accuracy'][0]:.2f} → {after} | {early} | {late} | {seconds:.2f} s "
-            f"({seconds / baseline:.2f}×) | {memory:.2f} GB |"
+            f"| {name} | {seeds} | {its[0]['accuracy'][0]:.2f} → {after} | {early} | {late} | {_relative(its, rows)} | "
+            f"{memory:.2f} GB |"
         )
     return "\n".join([*lines, "", "![curves](compare_algorithms.svg)", ""])
+
+
+def _made_there(rows: list[Row], place: str) -> str:
+    there = [row for row in rows if f"{row['hardware']}, {row['versions']}, {row['date']}" == place]
+    return f"{len(there)} of the {len(rows)} runs"
+
+
+def _relative(its: list[Row], rows: list[Row]) -> str:
+    """Median step against the baseline's, over the machines where both ran."""
+    ratios = []
+    for row in its:
+        others = [r["seconds"] for r in rows if r["algorithm"] == BASELINE and r["hardware"] == row["hardware"]]
+        if others:
+            ratios.append(row["seconds"] / mean(others))
+    return f"{mean(ratios):.2f}×" if ratios else ""
 
 
 def mean(values: Any) -> float:

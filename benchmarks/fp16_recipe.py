@@ -14,8 +14,11 @@ import json
 import math
 import os
 import platform
+import subprocess
+import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +39,47 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    import torch
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--into", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, each in a process of its own")
     parser.add_argument("--small", action="store_true", help="a tiny shape on any machine, to try the script itself")
+    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if not asked.small:
+    if asked.one:
+        print(json.dumps(one(asked.one, asked.small)))
+        return
+    parts = [["shape"], *([dtype, str(seed)] for dtype in ("float16", "float32") for seed in range(3))]
+    done: dict[int, Row] = {}
+    asked.into.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        running = {pool.submit(in_own_process, part, asked.small): place for place, part in enumerate(parts)}
+        for future in as_completed(running):
+            done[running[future]] = future.result()
+            rows = [done[place] for place in sorted(done)]
+            (asked.into / "fp16_recipe.json").write_text(json.dumps(rows, indent=1) + "\n")
+            (asked.into / "fp16_recipe.md").write_text(table(rows))
+    print(table(rows))
+
+
+def in_own_process(part: list[str], small: bool) -> Row:
+    command = [sys.executable, __file__, "--one", *part, *(["--small"] if small else [])]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(part)}:\n{done.stderr[-3000:]}")
+    row: Row = json.loads(done.stdout.strip().splitlines()[-1])
+    return row
+
+
+def one(part: list[str], small: bool) -> Row:
+    import torch
+
+    if not small:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, CAP_GB * 1e9 / total))
     with tempfile.TemporaryDirectory() as folder:
-        rows = [shape(Path(folder), asked.small)]
-        rows += [sums(Path(folder), dtype, seed, asked.small) for dtype in ("float16", "float32") for seed in range(3)]
-    asked.into.mkdir(parents=True, exist_ok=True)
-    (asked.into / "fp16_recipe.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (asked.into / "fp16_recipe.md").write_text(table(rows))
-    print(table(rows))
+        if part[0] == "shape":
+            return shape(Path(folder), small)
+        return sums(Path(folder), part[0], int(part[1]), small)
 
 
 def shape(folder: Path, small: bool) -> Row:
@@ -105,7 +133,6 @@ def sums(folder: Path, dtype: str, seed: int, small: bool) -> Row:
         return max(0.0, 1 - len(completion.strip()) / 20) if right else 0.0
 
     model = gk.load_model(SMOLLM2, load_in_4bit=False, max_seq_length=512, lora_rank=16, dtype=dtype)
-    model.reset_adapter()
     run = gk.train(
         model,
         gk.data.arithmetic(500, digits=1, split="train"),

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+SMOLLM2 = os.environ.get("SMOLLM2", "HuggingFaceTB/SmolLM2-135M-Instruct")  # or the path of its GGUF file
 STEPS, SHORT = 15, 40
 QUESTIONS = [
     f"{what} {thing}?"
@@ -33,7 +34,7 @@ def main() -> None:
 
     import grpo_kit as gk
 
-    model = gk.load_model(load_in_4bit=False, max_seq_length=256, lora_rank=16)
+    model = gk.load_model(SMOLLM2, load_in_4bit=False, max_seq_length=256, lora_rank=16)
     data = gk.data.from_rows([{"prompt": question} for question in QUESTIONS])
     options: dict[str, Any] = dict(
         steps=STEPS, prompts_per_step=4, num_generations=4, max_completion_length=32, learning_rate=3e-4

@@ -29,14 +29,14 @@ def vespo_loss(
 ) -> tuple[Tensor, Tensor]:
     """−sg(φ(W)) · A · logprob with W = Π_t exp(logprob − old) and φ(W) = W^k · exp(λ·(1 − W)), so that φ(1) = 1.
 
-    logprobs, old_logprobs, mask [B, T]; advantages [B]; k and λ by the sign of A. `correction` [B, T] or [B, 1] is
-    the gap of old to sampler (`sampler_correction`), which belongs into W. Nothing is clipped.
+    logprobs, old_logprobs, mask [B, T]; advantages [B]; k and λ by the sign of A. `correction` [B, T] is the gap
+    of old to sampler (`sampler_correction`, token modes), which belongs into W. Nothing is clipped.
     """
     advantage = column(advantages)
     with torch.no_grad():
         log_w = ((logprobs - old_logprobs).clamp(-LARGEST, LARGEST) * mask).sum(-1, keepdim=True)  # [B, 1]
         if correction is not None:
-            log_w = log_w + correction.log().clamp(SMALLEST, LARGEST).sum(-1, keepdim=True)
+            log_w = log_w + (correction.log().clamp(SMALLEST, LARGEST) * mask).sum(-1, keepdim=True)
         log_w = log_w.clamp(SMALLEST, LARGEST)
         good = advantage >= 0
         k = torch.where(good, vespo_k_pos, vespo_k_neg)

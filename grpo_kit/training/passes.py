@@ -226,7 +226,8 @@ class Passes:
     def _measure(self, batch: MicroBatch, outputs: TokenOutputs, reference: Tensor | None) -> None:
         logprobs = outputs.logprobs.detach()
         self.sums.add("entropy", outputs.entropy.detach(), batch.token_mask)
-        self.sums.add("sampler_gap", (logprobs - batch.sampled).abs(), batch.token_mask)
+        known = ~batch.sampled.isnan()  # an engine may not tell the probability of every token
+        self.sums.add("sampler_gap", (logprobs - batch.sampled).abs().nan_to_num(), batch.token_mask * known)
         if reference is not None:
             self.sums.add("kl", kl_estimate(logprobs, reference), batch.token_mask)
 

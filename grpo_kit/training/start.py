@@ -29,6 +29,18 @@ from grpo_kit.training.run_lock import RunLock, refuse_if_elsewhere
 if TYPE_CHECKING:
     from datasets import Dataset
 
+TRL_NAMES = {
+    "loss_type": "algorithm",
+    "max_steps": "steps",
+    "eval_dataset": "eval_data",
+    "importance_sampling_level": 'algorithm="gspo" ("sequence") or "gspo_token"',
+    "kl_coef": "beta",
+    "cliprange": "epsilon",
+    "num_ppo_epochs": "num_iterations",
+    "vllm_importance_sampling_correction": "importance_sampling_correction",
+    "vllm_importance_sampling_mode": "importance_sampling_correction",
+    "reward_weights": "the weight of each reward, gk.reward(weight=2.0),",
+}
 DATA, EVAL_DATA = "data.parquet", "eval_data.parquet"
 VERSIONS_OF = ("grpo-kit", "torch", "transformers", "peft", "bitsandbytes", "datasets")
 
@@ -154,6 +166,8 @@ def _last_checkpoint(directory: Path) -> Path:
 def _options(given: dict[str, Any]) -> TrainOptions:
     known = [field.name for field in fields(TrainOptions)]
     for name in given:
+        if name in TRL_NAMES:
+            raise ValueError(f"train has no option {name!r}; what TRL calls so is {TRL_NAMES[name]} here")
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             raise ValueError(

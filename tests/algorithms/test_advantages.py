@@ -1,4 +1,4 @@
-"""Group advantages: numbers by hand."""
+"""Advantages: numbers by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from grpo_kit.algorithms import dead_groups, group_advantages
+from grpo_kit.algorithms import dead_groups, group_advantages, leave_one_out, normalized_per_reward
 
 NAN = float("nan")
 
@@ -70,3 +70,67 @@ def test_a_group_scored_alike_gets_exactly_nothing(scale, total):
     """The float32 mean of eight times 0.7 is not 0.7."""
     rewards = torch.tensor([total] * 8 + [0.0, 1.0] * 4)
     assert group_advantages(rewards, 8, scale)[:8].tolist() == [0.0] * 8
+
+
+# ---- leave one out ----
+
+
+def test_each_against_the_mean_of_the_others() -> None:
+    # 1, 2, 6: others' means 4, 3.5, 1.5. 0, 0, 3: 1.5, 1.5, 0.
+    found = leave_one_out(torch.tensor([1.0, 2.0, 6.0, 0.0, 0.0, 3.0]), 3)
+    assert found.tolist() == pytest.approx([-3.0, -1.5, 4.5, -1.5, -1.5, 3.0])
+
+
+def test_unscored_ones_are_nobodys_others() -> None:
+    found = leave_one_out(torch.tensor([1.0, NAN, 6.0, NAN, 5.0, NAN]), 3)
+    assert found.tolist() == [-5.0, 0.0, 5.0, 0.0, 0.0, 0.0]
+
+
+def test_normalised_over_the_steps_scored_answers() -> None:
+    # −5, 5, 2, −2, and twice 0 from the fourth group, scored alike: unbiased variance 58/5. The only one scored of the
+    # third group isn't counted.
+    rewards = torch.tensor([1.0, 6.0, NAN, 3.0, 1.0, NAN, 9.0, NAN, NAN, 4.0, 4.0, NAN])
+    scale = 1 / (math.sqrt(58 / 5) + 1e-4)
+    expected = [-5 * scale, 5 * scale, 0, 2 * scale, -2 * scale, 0, 0, 0, 0, 0, 0, 0]
+    assert leave_one_out(rewards, 3, normalize=True).tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("total", [0.7, 2.65, 0.1, -1.4])
+def test_left_out_of_a_group_scored_alike_there_is_exactly_nothing(total: float, normalize: bool) -> None:
+    """Neither rounding of the others' mean, nor of the step's."""
+    rewards = torch.tensor([total] * 8 + [0.1, 0.7, 0.3] * 2 + [0.2, 0.9])
+    found = leave_one_out(rewards, 8, normalize)
+    assert found[:8].tolist() == [0.0] * 8 and found[8:].abs().min() > 0
+
+
+def test_leave_one_out_of_ragged_groups_is_an_error() -> None:
+    with pytest.raises(ValueError, match="5 rewards can't be split into groups of 2"):
+        leave_one_out(torch.zeros(5), 2)
+
+
+# ---- each reward by itself ----
+
+
+def test_each_reward_is_normalised_before_they_are_summed() -> None:
+    # First group: 0, 2 → ∓1/√2 of std √2; second reward 30, 10 → ±1/√2. Weights 1 and 3: sums ±√2 (all but 1e-4).
+    # Second group: only the first reward varies: ∓1/√2. Step: mean 0, unbiased variance (2 + 2 + ½ + ½)/3 = 5/3.
+    scores = torch.tensor([[0.0, 30.0], [2.0, 10.0], [1.0, 5.0], [5.0, 5.0]])
+    found = normalized_per_reward(scores, torch.tensor([1.0, 3.0]), 2)
+    step = math.sqrt(5 / 3)
+    expected = [math.sqrt(2) / step, -math.sqrt(2) / step, -math.sqrt(0.5) / step, math.sqrt(0.5) / step]
+    assert found.tolist() == pytest.approx(expected, rel=5e-4)
+
+
+def test_a_reward_that_does_not_apply_is_left_out_and_a_group_in_which_nothing_varies_gets_nothing() -> None:
+    # Sums: ∓1/√2 by the first reward, the second is NaN once and varies nowhere; dead; and one without any score.
+    scores = torch.tensor([[0.0, NAN], [2.0, 7.0], [1.0, 4.0], [1.0, 4.0], [NAN, NAN], [3.0, NAN]])
+    found = normalized_per_reward(scores, torch.ones(2), 2)
+    # Five sums (one is NaN): −1/√2, 1/√2, 0, 0, 0: unbiased variance 1/4.
+    assert found.tolist() == pytest.approx([-math.sqrt(2), math.sqrt(2), 0, 0, 0, 0], rel=5e-4)
+    assert found[2:].tolist() == [0.0] * 4
+
+
+def test_normalised_rewards_of_ragged_groups_are_an_error() -> None:
+    with pytest.raises(ValueError, match="5 rewards can't be split into groups of 2"):
+        normalized_per_reward(torch.zeros(5, 2), torch.ones(2), 2)

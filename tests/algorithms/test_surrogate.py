@@ -1,4 +1,4 @@
-"""The clipped surrogate and the KL estimate: numbers by hand."""
+"""The clipped surrogate: numbers by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from grpo_kit.algorithms import clipped_surrogate, kl_k3
+from grpo_kit.algorithms import clipped_surrogate
+from grpo_kit.algorithms.surrogate import token_surrogate
 
 # ε = 0.2, ε_high = 0.3. (ratio, advantage) → (loss, clipped)
 CASES = {
@@ -18,13 +19,22 @@ CASES = {
     "within the bounds": ((1.1, 2.0), (-2.2, False)),
     "no advantage": ((5.0, 0.0), (0.0, False)),
 }
+# The same with δ = 1.8: it bounds what a bad token can pull, and changes nothing for good ones.
+WITH_DELTA = {
+    **CASES,
+    "bad and grown beyond δ": ((4.0, -2.0), (3.6, True)),
+    "good and grown beyond δ": ((4.0, 2.0), (-2.6, True)),
+}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_value_clip_and_gradient(case: str) -> None:
-    (ratio, advantage), (value, is_clipped) = CASES[case]
+@pytest.mark.parametrize(("case", "delta"), [*((case, None) for case in CASES), *((case, 1.8) for case in WITH_DELTA)])
+def test_value_clip_and_gradient(case: str, delta: float | None) -> None:
+    (ratio, advantage), (value, is_clipped) = WITH_DELTA[case]
     logprobs = torch.tensor([[math.log(ratio) - 1.0]], requires_grad=True)
-    loss, clipped = clipped_surrogate(logprobs, torch.tensor([[-1.0]]), torch.tensor([advantage]), 0.2, 0.3)
+    old = torch.tensor([[-1.0]])
+    loss, clipped = token_surrogate(
+        logprobs, old, torch.tensor([advantage]), torch.ones(1, 1), epsilon=0.2, epsilon_high=0.3, delta=delta
+    )
     loss.sum().backward()
     assert loss.item() == pytest.approx(value, rel=1e-6)
     assert clipped.item() is is_clipped
@@ -33,15 +43,13 @@ def test_value_clip_and_gradient(case: str) -> None:
 
 
 def test_each_sequence_has_its_advantage_on_all_its_tokens() -> None:
-    zeros = torch.zeros(2, 3)
-    loss, clipped = clipped_surrogate(zeros, zeros, torch.tensor([1.0, -2.0]), 0.2, 0.2)
+    loss, clipped = clipped_surrogate(torch.ones(2, 3), torch.tensor([1.0, -2.0]), 0.2, 0.2)
     assert loss.tolist() == [[-1.0] * 3, [2.0] * 3]
     assert not clipped.any()
 
 
-def test_k3() -> None:
-    # ref − lp = ln 2, 0, −ln 2  →  2 − ln 2 − 1, 0, 1/2 + ln 2 − 1
-    gap = torch.tensor([[math.log(2), 0.0, -math.log(2)]])
-    found = kl_k3(torch.zeros(1, 3), gap)
-    assert found.tolist()[0] == pytest.approx([1 - math.log(2), 0.0, math.log(2) - 0.5], abs=1e-6)
-    assert (kl_k3(torch.randn(50), torch.randn(50)) >= 0).all()
+def test_a_ratio_for_each_answer_and_advantages_for_each_token_go_together() -> None:
+    ratio, advantages = torch.tensor([[1.1], [2.0]]), torch.tensor([[1.0, -1.0], [1.0, -1.0]])
+    loss, clipped = clipped_surrogate(ratio, advantages, 0.2, 0.3)
+    torch.testing.assert_close(loss, torch.tensor([[-1.1, 1.1], [-1.3, 2.0]]))
+    assert clipped.tolist() == [[False, False], [True, False]]
