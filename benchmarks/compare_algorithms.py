@@ -149,8 +149,8 @@ def table(rows: list[Row]) -> str:
         f"SmolLM2-135M-Instruct in float32, LoRA rank 16, {STEPS} steps of 4 prompts with 4 answers of at most 12 "
         "tokens, learning rate 3e-4 for all, every other option as the algorithm defines it. Held-out accuracy of "
         "greedy answers to 23 sums; rewards are means of five steps (the most there is: 3). A number for each seed, "
-        f"in order. Time is the median step against {BASELINE}'s on the same machine; memory is the process's peak, model "
-        "included.",
+        f"in order. Time is the median step against {BASELINE}'s on the same machine; memory is the process's peak, "
+        "model included.",
         "",
         "| algorithm | seeds | held-out before → after | reward, first five | last five | time a step | peak memory |",
         "| --- | --- | --- | --- | --- | --- | --- |",
