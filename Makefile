@@ -29,9 +29,12 @@ demo: $(VENV)/.demo
 lab: $(VENV)/.demo
 	@$(PY) -m jupyterlab notebooks
 
+# Browser tests come second and have the machine to themselves: they hold a person's clicks to a second. (5 is pytest's
+# exit status where PYTEST_ARGS chooses none of them.)
 test: $(VENV)/.test
 	@$(MAKE) --no-print-directory lint
-	@$(PY) -m pytest $(PYTEST_ARGS)
+	@$(PY) -m pytest -m "not browser" -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
+	@$(PY) -m pytest -m browser $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 lint: $(VENV)/.test
 	@$(PY) -m ruff check .

@@ -16,8 +16,6 @@ from grpo_kit.training.evaluate import Evaluation, answer_all, score_answers, wi
 from grpo_kit.training.options import TrainOptions
 from grpo_kit.training.prompts import Prompts
 
-KINDS = ("evaluation", "canary")
-
 
 @dataclass(frozen=True)
 class Checkups:
@@ -34,26 +32,31 @@ class Checkups:
     options: TrainOptions
     record: Record
 
-    def due(self, step: int) -> bool:
-        """Whether step `step` has been finished without its checkup. At the beginning and the end there always is
-        one."""
+    def due(self, step: int) -> list[str]:
+        """The kinds of events that step `step` lacks, although it is one with a checkup. At the beginning and the end
+        there always is one."""
         every = self.options.eval_steps
         if every is None or not (step % every == 0 or step == self.options.steps):
-            return False
-        return not any(event["kind"] in KINDS and event["step"] == step for event in self.record.events())
+            return []
+        wanted = {"evaluation": self.held_out is not None, "canary": self.canary is not None}
+        made = {event["kind"] for event in self.record.events() if event["step"] == step}
+        return [kind for kind, wants in wanted.items() if wants and kind not in made]
 
     def check_up(self, step: int, rewards: RewardSet, pause_point: Callable[[], None]) -> None:
-        """Answer, score and write. The caller holds the model's lock; whatever `pause_point` raises leaves nothing
-        half written."""
-        found = [] if self.held_out is None else [self._evaluate(step, self.held_out, rewards, pause_point)]
-        if self.canary is not None:
-            found.append(self._ask_canary(self.canary, pause_point))
-        for kind, text, data in found:
+        """Answer, score and write what is due. The caller holds the model's lock; whatever `pause_point` raises leaves
+        nothing half written."""
+        for kind in self.due(step):
+            if kind == "evaluation":
+                assert self.held_out is not None
+                text, data = self._evaluate(step, self.held_out, rewards, pause_point)
+            else:
+                assert self.canary is not None
+                text, data = self._ask_canary(self.canary, pause_point)
             self.record.add_event(kind, text, step, data)
 
     def _evaluate(
         self, step: int, prompts: Prompts, rewards: RewardSet, pause_point: Callable[[], None]
-    ) -> tuple[str, str, dict[str, Any]]:
+    ) -> tuple[str, dict[str, Any]]:
         length, k = self.options.max_completion_length, self.options.num_generations_eval
         greedy = answer_all(self.model, prompts, Sampling(length, temperature=0), between_tokens=pause_point)
         answers = self._scored(prompts, rewards, greedy, step)
@@ -73,7 +76,7 @@ class Checkups:
             groups = [any(hits[start : start + k]) for start in range(0, len(hits), k)]
             data |= {"pass_at_k": sum(groups) / len(groups), "k": k}
             text += f", {data['pass_at_k']:.0%} within {k} tries"
-        return "evaluation", text.replace("%", " %"), data
+        return text.replace("%", " %"), data
 
     def _scored(self, prompts: Prompts, rewards: RewardSet, completions: list[Any], step: int) -> Evaluation:
         with self.model.lock.released():
@@ -84,7 +87,7 @@ class Checkups:
         firsts = [row[0].value for row in answers.table.scores]
         return [value is not None and value >= self.options.pass_threshold for value in firsts]
 
-    def _ask_canary(self, prompt: Prompt, pause_point: Callable[[], None]) -> tuple[str, str, dict[str, Any]]:
+    def _ask_canary(self, prompt: Prompt, pause_point: Callable[[], None]) -> tuple[str, dict[str, Any]]:
         sampling = Sampling(self.options.max_completion_length, temperature=0)
         answer = self.model.complete([self.model.encode(prompt)], sampling, between_tokens=pause_point)[0][0].text
-        return "canary", answer, {"prompt": self.model.render(prompt), "answer": answer}
+        return answer, {"prompt": self.model.render(prompt), "answer": answer}

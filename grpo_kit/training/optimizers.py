@@ -31,7 +31,7 @@ def check_optimizer(name: str, on_gpu: bool) -> None:
     if name not in OPTIMIZERS:
         close = difflib.get_close_matches(name, OPTIMIZERS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown optimizer {name!r}; there are {', '.join(OPTIMIZERS)}{hint}")
+        raise ValueError(f"unknown optim {name!r}; there are {', '.join(OPTIMIZERS)}{hint}")
     if name.startswith("paged_") and not on_gpu:
         instead = "adamw_8bit" if name.endswith("8bit") else "adamw_torch"
         raise ValueError(

@@ -33,7 +33,7 @@ def check_schedule(name: str) -> None:
     if name not in SCHEDULES:
         close = difflib.get_close_matches(name, SCHEDULES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown schedule {name!r}; there are {', '.join(SCHEDULES)}{hint}")
+        raise ValueError(f"unknown lr_scheduler_type {name!r}; there are {', '.join(SCHEDULES)}{hint}")
 
 
 def check_warmup(name: str, steps: int, warmup_steps: int) -> None:

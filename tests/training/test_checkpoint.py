@@ -131,7 +131,11 @@ def test_a_fresh_optimizer_has_nothing_to_save(model, tmp_path):
     folder = save_checkpoint(tmp_path, 0, model, fresh, {})
     load_checkpoint(folder, model, fresh)
     assert not moments_or_none(fresh)
-    assert json.loads((folder / "state.json").read_text())["optimizer"] == {"optimizer": "AdamW", "learning_rate": 5e-6, "values": {}}
+    assert json.loads((folder / "state.json").read_text())["optimizer"] == {
+        "optimizer": "AdamW",
+        "learning_rate": 5e-6,
+        "values": {},
+    }
 
 
 def moments_or_none(updater):

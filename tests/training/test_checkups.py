@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 
@@ -40,7 +41,7 @@ class SumsEngine:
         if kind == "step":
             text = "abcdefgh"[(seed + number) % 8]
         else:
-            n = int(question.split(" ")[0])
+            n = int(re.search(r"(\d+) \+ 10", question)[1])
             right = n % 2 == 0 and (n < 4 if kind == "greedy" else number == 1)
             text = str(n + 10) if right else "0"
         return Completion([ord(letter) for letter in text], [-1.0] * len(text), "eos", text)
@@ -167,7 +168,9 @@ def test_the_canary_is_the_first_held_out_prompt(begin, engine, model):
 
 def test_another_canary(begin, engine, model):
     run = finish(begin(steps=2, canary="2 + 10?"))
-    assert [event["data"] for event in events(run, "canary")] == [{"prompt": model.render("2 + 10?"), "answer": "12"}] * 2
+    assert [event["data"] for event in events(run, "canary")] == [
+        {"prompt": model.render("2 + 10?"), "answer": "12"}
+    ] * 2
     assert len(events(run, "evaluation")) == 2
 
 
@@ -261,7 +264,9 @@ def test_stopped_in_the_middle_of_an_evaluation(begin, engine, model, kind, when
     again = finish(resume(run.directory, model=model, rewards=gk.RewardSet(right, letters)))
     for name in ("evaluation", "canary"):
         found, expected = events(again, name), events(whole, name)
-        assert [(e["step"], e["text"], e["data"]) for e in found] == [(e["step"], e["text"], e["data"]) for e in expected]
+        assert [(e["step"], e["text"], e["data"]) for e in found] == [
+            (e["step"], e["text"], e["data"]) for e in expected
+        ]
     assert numbers(again) == numbers(whole)
     assert same(adapter(model), weights)
 

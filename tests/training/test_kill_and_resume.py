@@ -19,9 +19,9 @@ from tests.training.helpers import NOT_THE_SAME_TWICE, same
 
 SCRIPT = Path(__file__).parent / "killed.py"
 STEPS, PER_STEP = 12, 4
-# Where to kill, and among how many calls and returns the moment is drawn: those of resuming and of two to three steps,
+# Where to kill, and among how many calls and returns the moment is drawn: those of resuming and of three to four steps,
 # so that some of the processes come to write a checkpoint and some do not.
-WHERE = (("/", 18_000), ("checkpoint.py", 1_500), ("store/", 4_500), ("checkpoint.py", 1_000), ("update.py", 1_000))
+WHERE = (("/", 22_000), ("checkpoint.py", 80), ("store/", 6_000), ("update.py", 140), ("passes.py", 1_400))
 KILLS = 10
 
 

@@ -143,7 +143,7 @@ def test_eight_bits_are_eight_bits_and_move_the_weights_as_adamw_does():
 
 
 def test_unknown_names_get_a_hint():
-    with pytest.raises(ValueError, match=r"unknown optimizer 'adamw_8bits'; there are adamw_torch, .*'adamw_8bit'\?"):
+    with pytest.raises(ValueError, match=r"unknown optim 'adamw_8bits'; there are adamw_torch, .*'adamw_8bit'\?"):
         check_optimizer("adamw_8bits", on_gpu=True)
     with pytest.raises(ValueError, match=r"paged_adamw_8bit$"):
         check_optimizer("zzz", on_gpu=True)

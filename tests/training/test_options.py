@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from grpo_kit.algorithms import ALGORITHMS
 from grpo_kit.training import TrainOptions
-from grpo_kit.training.options import derive
+from grpo_kit.training.options import derive, options_of
 
 NAN, INF = float("nan"), float("inf")
 
@@ -18,6 +19,11 @@ BAD = [
     ("max_grad_norm", 0), ("weight_decay", -1), ("temperature", 0), ("temperature", INF),
     ("top_p", 0), ("top_p", 1.5), ("top_k", -1), ("min_p", 1), ("repetition_penalty", 0),
     ("mask_truncated_completions", "no"), ("mask_truncated_completions", 1),
+    ("warmup_steps", -1), ("warmup_steps", 2.0), ("entropy_coef", -0.1), ("top_entropy_quantile", 0),
+    ("top_entropy_quantile", 1.1), ("importance_sampling_clip_max", 0), ("importance_sampling_correction", "token"),
+    ("eval_steps", 0), ("num_generations_eval", -1), ("pass_threshold", NAN), ("canary", 3), ("delta", INF),
+    ("kl_estimator", "k4"), ("multi_objective_aggregation", "sum"), ("optim", "adam"),
+    ("use_bias_correction_kl", None), ("off_policy_mask_threshold", "far"), ("dynamic_sampling_rounds", -1),
     ("scale_rewards", "median"), ("on_reward_error", "ignore"), ("algorithm", "grop"), ("algorithm", 3),
 ]  # fmt: skip
 
@@ -39,6 +45,106 @@ def test_the_words_say_what_would_do():
         TrainOptions(on_reward_error="ignore")
     with pytest.raises(ValueError, match="did you mean 'grpo'"):
         TrainOptions(algorithm="grop")
+
+
+# Option sets that are refused, and the words that say why.
+REFUSED = [
+    ({"gamma": 1.5, "algorithm": "ppo"}, "gamma must lie between 0 and 1, got 1.5"),
+    ({"lam": -0.5, "algorithm": "ppo"}, "lam must lie between 0 and 1"),
+    ({"cliprange_value": 0.0, "algorithm": "ppo"}, "cliprange_value must be above 0"),
+    ({"vf_coef": -1.0, "algorithm": "ppo"}, "vf_coef must be at least 0"),
+    ({"whiten_rewards": 1, "algorithm": "ppo"}, "whiten_rewards must be True or False"),
+    ({"sapo_temperature_pos": 0.0, "algorithm": "sapo"}, "sapo_temperature_pos must be above 0"),
+    ({"sapo_temperature_neg": 0.0, "algorithm": "sapo"}, "sapo_temperature_neg must be above 0"),
+    ({"num_generations": 0, "algorithm": "ppo"}, "num_generations must be at least 1"),
+    ({"num_generations": 1, "algorithm": "rloo"}, "num_generations must be at least 2, got 1: rloo compares"),
+    ({"warmup_steps": 11, "steps": 10, "lr_scheduler_type": "cosine"}, "warmup_steps must be from 0 to the run's 10"),
+    ({"warmup_steps": 5}, "the schedule 'constant' has no warm-up"),
+    ({"lr_scheduler_type": "cosin"}, "did you mean 'cosine'"),
+    ({"optim": "adamw_8bits"}, "did you mean 'adamw_8bit'"),
+    ({"kl_estimator": "k1"}, "kl_estimator='k1' in the loss has no gradient on average; take 'k2' or 'k3'"),
+    ({"algorithm": "online_dpo", "beta": 0.0}, "online_dpo needs beta above 0"),
+    ({"delta": 1.2}, "delta=1.2 must be above 1 \\+ epsilon_high"),
+    ({"delta": 1.5, "epsilon": 0.1, "epsilon_high": 0.5}, "delta=1.5 must be above"),
+    ({"algorithm": "vespo", "importance_sampling_correction": "sequence_mask"}, "take token_truncate or token_mask"),
+    *(({"algorithm": "online_ipo", name: value}, f"online_ipo has no loss for each token, so {name} can't")
+      for name, value in [("kl_estimator", "k3"), ("use_bias_correction_kl", True), ("entropy_coef", 0.1),
+                          ("top_entropy_quantile", 0.5), ("importance_sampling_correction", "token_mask"),
+                          ("off_policy_mask_threshold", 1.0)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED)
+def test_options_that_do_not_go_together(options, words):
+    with pytest.raises(ValueError, match=words):
+        TrainOptions(**options)
+
+
+SPECIAL = {  # a value for each option that only some algorithms take
+    "epsilon": 0.1, "epsilon_high": 0.3, "delta": 2.0, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.0,
+    "vespo_k_pos": 1.0, "vespo_lambda_pos": 1.0, "vespo_k_neg": 1.0, "vespo_lambda_neg": 1.0, "scale_rewards": "none",
+    "multi_objective_aggregation": "sum_then_normalize", "normalize_advantages": False, "dynamic_sampling_rounds": 0,
+    "gamma": 1.0, "lam": 1.0, "vf_coef": 0.1, "cliprange_value": 0.2, "whiten_rewards": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_option_that_would_do_nothing_is_refused(algorithm):
+    """Off or on: whoever writes it believes that it matters."""
+    taken = set(options_of(algorithm))
+    assert taken <= SPECIAL.keys()
+    TrainOptions(algorithm=algorithm, **{name: SPECIAL[name] for name in taken})
+    for name in SPECIAL.keys() - taken:
+        with pytest.raises(ValueError, match=f"{algorithm} has no {name}; remove it, or choose another algorithm"):
+            TrainOptions(algorithm=algorithm, **{name: SPECIAL[name]})
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_nothing_that_an_algorithm_takes_stays_open(algorithm):
+    filled, settings = derive(TrainOptions(algorithm=algorithm), on_gpu=False)
+    for name in (*options_of(algorithm), "beta", "num_iterations", "tokens_per_micro_batch"):
+        assert getattr(filled, name) is not None or name == "delta", name
+    assert (filled.kl_estimator is None) == algorithm.startswith("online")
+    for name in SPECIAL.keys() - set(options_of(algorithm)):
+        assert getattr(filled, name) is None, name
+    assert len({setting.name for setting in settings}) == len(settings)
+    assert derive(filled, on_gpu=False) == (filled, [])  # so that a resumed run finds nothing open
+
+
+def test_what_each_algorithm_comes_with():
+    def of(algorithm, *names):
+        filled = derive(TrainOptions(algorithm=algorithm), on_gpu=False)[0]
+        return tuple(getattr(filled, name) for name in names)
+
+    assert of("grpo", "beta", "kl_estimator", "num_iterations", "epsilon", "delta") == (0.0, "k3", 1, 0.2, None)
+    assert of("dapo", "dynamic_sampling_rounds", "epsilon", "epsilon_high") == (2, 0.2, 0.28)
+    assert of("gspo", "epsilon", "epsilon_high") == (3e-4, 4e-4)
+    assert of("cispo", "epsilon_high") == (4.0,)
+    assert of("rloo", "beta", "kl_estimator", "normalize_advantages") == (0.05, "k1", False)
+    assert of("ppo", "beta", "kl_estimator", "num_iterations") == (0.05, "k1", 4)
+    assert of("ppo", "gamma", "lam", "vf_coef", "cliprange_value") == (1.0, 0.95, 0.1, 0.2)
+    assert of("online_dpo", "beta") == (0.1,)
+    assert of("sapo", "sapo_temperature_pos", "sapo_temperature_neg") == (1.0, 1.05)
+
+
+def test_when_to_evaluate_is_derived_only_where_there_is_something_to_ask():
+    assert derive(TrainOptions(checkpoint_every=7), on_gpu=False)[0].eval_steps is None
+    for options, held_out in (
+        (TrainOptions(checkpoint_every=7), True),
+        (TrainOptions(checkpoint_every=7, canary="?"), False),
+    ):
+        filled, settings = derive(options, on_gpu=False, held_out=held_out)
+        assert filled.eval_steps == 7
+        assert ("eval_steps", "7", "with every checkpoint") in [(s.name, s.value, s.reason) for s in settings]
+    assert derive(TrainOptions(eval_steps=3), on_gpu=False, held_out=True)[0].eval_steps == 3
+    with pytest.raises(ValueError, match="nothing to ask: give eval_data or canary"):
+        derive(TrainOptions(eval_steps=3), on_gpu=False)
+
+
+def test_a_paged_optimizer_needs_a_gpu():
+    assert derive(TrainOptions(optim="paged_adamw_8bit"), on_gpu=True)[0].optim == "paged_adamw_8bit"
+    with pytest.raises(ValueError, match="on a CPU use 'adamw_8bit'"):
+        derive(TrainOptions(optim="paged_adamw_8bit"), on_gpu=False)
 
 
 def test_whole_numbers_will_do_for_numbers():

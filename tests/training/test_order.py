@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from grpo_kit.training.order import micro_batches, rows_of_step
+from grpo_kit.training.order import micro_batches, rows_of_step, rows_to_refill
 
 
 @pytest.mark.parametrize("per_step", [1, 3, 10, 25])  # 3 and 25 do not divide the epoch of 10
@@ -52,3 +52,17 @@ def test_the_longest_come_first_and_equal_ones_in_order():
 
 def test_no_sequences_no_batches():
     assert micro_batches([], 10) == []
+
+
+def test_rows_that_come_in_for_dead_groups_follow_from_step_and_round():
+    drawn = rows_to_refill(3, 1, 1000, 5, seed=2)
+    assert drawn == rows_to_refill(3, 1, 1000, 5, seed=2)
+    others = [rows_to_refill(*place, 1000, 5, seed) for place, seed in [((3, 2), 2), ((4, 1), 2), ((3, 1), 3)]]
+    assert len({tuple(rows) for rows in [drawn, *others]}) == 4
+    assert sorted(set(rows_to_refill(1, 1, 4, 200, seed=0))) == [0, 1, 2, 3]
+
+
+def test_units_of_several_sequences_count_with_all_of_them():
+    assert micro_batches([10, 10, 10], 40, [2, 2, 2]) == [[0, 1], [2]]
+    assert micro_batches([10, 5, 4], 25, [1, 1, 2]) == [[0, 1], [2]]
+    assert micro_batches([10], 5, [2]) == [[0]]  # never cut

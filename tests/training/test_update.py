@@ -12,8 +12,8 @@ import torch
 
 from grpo_kit.rollout import Completion
 from grpo_kit.training.batch import Sequence
-from grpo_kit.training.options import TrainOptions, derive
 from grpo_kit.training.credit import Credit
+from grpo_kit.training.options import TrainOptions, derive
 from grpo_kit.training.update import Updater
 from tests.training.helpers import adapter, same
 
@@ -193,7 +193,9 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(trained, seq
     metrics = made.update(sequences, credit(torch.tensor([bad, *ADVANTAGES[1:].tolist()])), None, lambda: None)
     assert metrics["skipped_updates"] == 1
     assert same(adapter(trained), before)
-    metrics = made.update(sequences, credit(ADVANTAGES), None, lambda: None)  # and the next one is as if it had not been
+    metrics = made.update(
+        sequences, credit(ADVANTAGES), None, lambda: None
+    )  # and the next one is as if it had not been
     put_back(trained, before)
     untouched = gradient_of(trained, sequences, ADVANTAGES)[1]
     assert (metrics["skipped_updates"], metrics["grad_norm"]) == (0, untouched["grad_norm"])
@@ -281,3 +283,11 @@ def test_a_step_without_signal_moves_nothing_and_is_still_measured(trained, sequ
     assert same(adapter(trained), before)
     assert metrics["grad_norm"] == 0
     assert all(metrics[name] is not None for name in ("kl", "entropy", "sampler_gap", "clip_ratio"))
+
+
+def test_where_tokens_count_the_same_those_of_untrained_sequences_do_not_count(trained, sequences):
+    """Leaving sequences out of a step whose loss is a mean over tokens is the step without them."""
+    masked = [Sequence(s.prompt_ids, s.completion, trained=i not in (2, 5)) for i, s in enumerate(sequences)]
+    kept = [0, 1, 3, 4, 6, 7]
+    gradient, _ = gradient_of(trained, masked, ADVANTAGES, algorithm="dapo")
+    assert_close(gradient, gradient_of(trained, [sequences[i] for i in kept], ADVANTAGES[kept], algorithm="dapo")[0])
