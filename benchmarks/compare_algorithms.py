@@ -44,7 +44,7 @@ def main() -> None:
     todo = [(name, seed) for seed in asked.seeds for name in names if (name, seed) not in made]
     with ThreadPoolExecutor(asked.jobs) as pool:
         for done in as_completed(pool.submit(in_own_process, *job, asked) for job in todo):
-            rows = sorted([*rows, done.result()], key=lambda row: (names.index(row["algorithm"]), row["seed"]))
+            rows = sorted([*rows, done.result()], key=lambda row: (ALGORITHMS.index(row["algorithm"]), row["seed"]))
             write(rows, asked.into)  # what is done is kept, whatever comes
     print(table(rows))
 
@@ -61,7 +61,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--only", nargs="+", help="these algorithms only")
+    parser.add_argument("--only", nargs="+", choices=ALGORITHMS, help="these algorithms only")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--into", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--one", help=argparse.SUPPRESS)

@@ -6,6 +6,7 @@ sent by threads (Colab). It only calls the methods of a `HumanReward`; what is j
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -44,7 +45,8 @@ class RatingPanel(anywidget.AnyWidget):
         super().__init__()
         self.human = _human_of(run_or_human)
         self._lock = threading.Lock()
-        self._version = 1  # of the questions
+        self._versions = itertools.count(1)
+        self._version = next(self._versions)  # of the questions
         self._heard = -FRONT_END_GONE  # when the front end last polled, on the monotonic clock
         self._pushed_at = 0.0
         if hasattr(self.comm, "_reply_subshell_for"):
@@ -66,7 +68,7 @@ class RatingPanel(anywidget.AnyWidget):
     # From whichever thread changed something, the training thread among them.
 
     def _on_change(self) -> None:
-        self._version += 1
+        self._version = next(self._versions)  # in one step, for it is called from several threads
         now = time.monotonic()
         if now - self._heard > FRONT_END_GONE or now - self._pushed_at < PUSH_INTERVAL:
             return

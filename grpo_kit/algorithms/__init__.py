@@ -3,7 +3,20 @@
 Start with `explain()`; each algorithm's file holds its loss and says what it comes with.
 """
 
-from grpo_kit.algorithms import bnpo, cispo, dapo, dr_grpo, grpo, gspo, luspo, online_dpo, ppo, rloo, sapo, vespo  # noqa: F401  (each registers itself)  # noqa: F401
+from grpo_kit.algorithms import (  # noqa: F401  (each registers itself)
+    bnpo,
+    cispo,
+    dapo,
+    dr_grpo,
+    grpo,
+    gspo,
+    luspo,
+    online_dpo,
+    ppo,
+    rloo,
+    sapo,
+    vespo,
+)
 from grpo_kit.algorithms.advantages import dead_groups, group_advantages, leave_one_out, normalized_per_reward
 from grpo_kit.algorithms.corrections import high_entropy_mask, off_policy_mask, sampler_correction
 from grpo_kit.algorithms.explain import explain

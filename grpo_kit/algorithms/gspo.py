@@ -64,6 +64,7 @@ register(
         loss=sequence_surrogate,
         weights=per_answer,
         defaults=CLIP,
+        whole_answers=True,
     )
 )
 register(

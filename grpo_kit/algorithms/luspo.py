@@ -19,5 +19,6 @@ register(
         loss=sequence_surrogate,
         weights=answer_sum,
         defaults=CLIP,
+        whole_answers=True,
     )
 )

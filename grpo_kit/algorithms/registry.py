@@ -31,6 +31,7 @@ class Algorithm:
     advantages: "group" (`group_advantages`), "leave_one_out", "gae" (with a value head) or "pairs".
     defaults:   options that differ from everyone's unless the user says otherwise.
     kl_in_reward: β·KL is taken off the reward and not added to the loss.
+    whole_answers: its loss is one of the whole answer, so that no token can be left out of it.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Algorithm:
     advantages: str = "group"
     defaults: Mapping[str, Any] = field(default_factory=dict)
     kl_in_reward: bool = False
+    whole_answers: bool = False
 
     @property
     def value_head(self) -> bool:

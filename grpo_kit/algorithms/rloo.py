@@ -44,5 +44,6 @@ register(
         advantages="leave_one_out",
         defaults={"beta": 0.05},
         kl_in_reward=True,
+        whole_answers=True,
     )
 )

@@ -14,7 +14,7 @@ from grpo_kit.rewards.gsm8k import (
     gsm8k_tag_count,
 )
 from grpo_kit.rewards.human import HumanReward, Question, human
-from grpo_kit.rewards.lengths import length_penalty, repetition_penalty, soft_overlong_punishment
+from grpo_kit.rewards.lengths import length_penalty, repetition_penalty
 from grpo_kit.rewards.numbers import equal_numbers, first_number, last_number, parse_number
 from grpo_kit.rewards.rating_model import RatingModel, fit_ratings, rating_model
 from grpo_kit.rewards.ratings import Rating
@@ -63,7 +63,6 @@ __all__ = [
     "reward",
     "reward_model",
     "signature_block",
-    "soft_overlong_punishment",
     "too_long",
     "xml_format",
 ]

@@ -57,8 +57,6 @@ class Progress:
 class HumanReward(Reward):
     """Collects ratings of completions from people; see `human`. All methods may be called from any thread."""
 
-    interactive = True  # an evaluation on held-out prompts leaves such rewards out
-
     def __init__(
         self,
         *,
@@ -192,11 +190,6 @@ class HumanReward(Reward):
         self._tell()
         self._hand_over()
 
-    def detach(self) -> None:
-        """The run is over: ratings given from now on stay in memory, until the next `attach`."""
-        with self._changed:
-            self._keep = None
-
     def give_up(self) -> None:
         """The run is being stopped: end the waiting, and do not wait again before the next `attach`."""
         with self._changed:
@@ -328,6 +321,7 @@ def human(
     (an estimate of its win rate; a thumb counts for more). The reward does not apply to what nobody rated.
 
     wait:       True holds each step until its completions are rated, or for `time_limit` seconds (a finite number).
+                Meanwhile Stop ends the waiting at once, and Pause takes effect when it is over.
                 False never holds it: a completion counts if the very same answer to the same prompt was rated before,
                 and the newest 200 questions stay open, for `fit_ratings` to learn from.
     per_step:   how many completions to ask about, spread evenly over the step, whole groups first so that there is

@@ -34,38 +34,6 @@ def length_penalty(
     return ready_made(length_penalty, "length_penalty", weight, name, target=target, slack=slack, unit=unit)
 
 
-def soft_overlong_punishment(
-    max_completion_length: int, soft_punish_cache: int, *, weight: float = 1.0, name: str | None = None
-) -> Reward:
-    """DAPO's soft overlong punishment: 0 up to L_max - L_cache tokens, from there down in a straight
-    line to -1 at L_max tokens, and -1 for longer ones. Without token ids it is not applicable.
-
-    max_completion_length: L_max. soft_punish_cache: L_cache, 0 for no slope. Formula: DAPO, arXiv 2503.14476,
-    equation 13. ValueError unless 0 <= L_cache <= L_max.
-    """
-    longest, cache = max_completion_length, soft_punish_cache
-    if longest < 1 or not 0 <= cache <= longest:
-        raise ValueError(
-            "max_completion_length must be at least 1 and soft_punish_cache between 0 and that, "
-            f"not {longest!r} and {cache!r}"
-        )
-
-    def soft_overlong_punishment(completion_ids: Sequence[int] | None, completion: str) -> Score | float:
-        if completion_ids is None:
-            return Score(None, "not applicable", "no token ids were given")
-        over = len(completion_ids) - (longest - cache)
-        return -min(1.0, over / cache if cache else 1.0) if over > 0 else 0.0
-
-    return ready_made(
-        soft_overlong_punishment,
-        "soft_overlong_punishment",
-        weight,
-        name,
-        max_completion_length=longest,
-        soft_punish_cache=cache,
-    )
-
-
 def repetition_penalty(*, ngram: int = 3, most: float = 1.0, weight: float = 1.0, name: str | None = None) -> Reward:
     """-most · (the share of runs of `ngram` words that were there before); 0 for a text shorter than that.
 

@@ -36,7 +36,6 @@ _FACTORIES: dict[str, Callable[..., Reward]] = {
         human,
         lengths.length_penalty,
         lengths.repetition_penalty,
-        lengths.soft_overlong_punishment,
         rating_model,
         reward_model,
     )

@@ -15,6 +15,7 @@ COMPLETION_KEYS = (
     "index", "group", "prompt", "text", "scores", "total", "advantage", "tokens", "finish_reason",
 )  # fmt: skip
 RATING_KEYS = ("kind", "prompt", "text", "value", "other", "step", "time", "reward")
+RATING_KINDS = ("thumb", "pair")
 
 
 def finite(value: Any, what: str) -> float | None:
@@ -74,8 +75,8 @@ def rating_values(
 ) -> tuple[Any, ...]:
     """A rating in the order of RATING_KEYS."""
     number = finite(value, "a rating's value")
-    if number is None:
-        raise ValueError(f"a rating's value must be a finite number, not {value!r}")
+    if kind not in RATING_KINDS or number not in (0.0, 1.0):
+        raise ValueError(f"a rating is a {' or a '.join(RATING_KINDS)} of value 0 or 1, not {kind!r} of {value!r}")
     return (
         storable(kind, "a rating's kind"),
         storable(prompt, "a rating's prompt"),

@@ -9,12 +9,14 @@ from typing import Any
 
 from grpo_kit.model import Model
 from grpo_kit.model.chat import Prompt
-from grpo_kit.rewards import RewardSet
+from grpo_kit.rewards import RewardSet, ScoreTable
 from grpo_kit.rollout import Sampling, stream_seed
 from grpo_kit.store import Record
 from grpo_kit.training.evaluate import Evaluation, answer_all, score_answers, without_people
 from grpo_kit.training.options import TrainOptions
 from grpo_kit.training.prompts import Prompts
+
+Report = Callable[[ScoreTable], None]
 
 
 @dataclass(frozen=True)
@@ -42,24 +44,30 @@ class Checkups:
         made = {event["kind"] for event in self.record.events() if event["step"] == step}
         return [kind for kind, wants in wanted.items() if wants and kind not in made]
 
-    def check_up(self, step: int, rewards: RewardSet, pause_point: Callable[[], None]) -> None:
-        """Answer, score and write what is due. The caller holds the model's lock; whatever `pause_point` raises leaves
-        nothing half written."""
+    def check_up(self, step: int, rewards: RewardSet, pause_point: Callable[[], None], report: Report) -> None:
+        """Answer, score and write what is due; `report` is told of the scores first. The caller holds the model's lock;
+        whatever `pause_point` raises leaves nothing half written."""
         for kind in self.due(step):
             if kind == "evaluation":
                 assert self.held_out is not None
-                text, data = self._evaluate(step, self.held_out, rewards, pause_point)
+                text, data = self._evaluate(step, self.held_out, rewards, pause_point, report)
             else:
                 assert self.canary is not None
                 text, data = self._ask_canary(self.canary, pause_point)
             self.record.add_event(kind, text, step, data)
 
     def _evaluate(
-        self, step: int, prompts: Prompts, rewards: RewardSet, pause_point: Callable[[], None]
+        self,
+        step: int,
+        prompts: Prompts,
+        rewards: RewardSet,
+        pause_point: Callable[[], None],
+        report: Report,
     ) -> tuple[str, dict[str, Any]]:
-        length, k = self.options.max_completion_length, self.options.num_generations_eval
+        length, k = self.options.max_completion_length, self.options.num_generations_eval or 0
         greedy = answer_all(self.model, prompts, Sampling(length, temperature=0), between_tokens=pause_point)
         answers = self._scored(prompts, rewards, greedy, step)
+        report(answers.table)
         passed = self._passed(answers)
         data: dict[str, Any] = {
             "accuracy": sum(passed) / len(passed),
@@ -67,16 +75,18 @@ class Checkups:
             "reward": answers.mean,
             **{f"rewards/{name}": mean for name, mean in answers.means.items()},
         }
-        text = f"held-out: {data['accuracy']:.0%} right"
+        text = f"held-out: {100 * data['accuracy']:.0f} % right"
         if k:
             # The same draws each time, so that two evaluations differ by the model and not by luck.
             sampling = self.options.sampling(stream_seed(self.options.seed, "evaluation"))
             drawn = answer_all(self.model, prompts, sampling, k, between_tokens=pause_point)
-            hits = self._passed(self._scored(prompts, rewards, drawn, step))
+            tries = self._scored(prompts, rewards, drawn, step)
+            report(tries.table)
+            hits = self._passed(tries)
             groups = [any(hits[start : start + k]) for start in range(0, len(hits), k)]
             data |= {"pass_at_k": sum(groups) / len(groups), "k": k}
-            text += f", {data['pass_at_k']:.0%} within {k} tries"
-        return text.replace("%", " %"), data
+            text += f", {100 * data['pass_at_k']:.0f} % within {k} tries"
+        return text, data
 
     def _scored(self, prompts: Prompts, rewards: RewardSet, completions: list[Any], step: int) -> Evaluation:
         with self.model.lock.released():
@@ -84,6 +94,7 @@ class Checkups:
 
     def _passed(self, answers: Evaluation) -> list[bool]:
         """By the first reward."""
+        assert self.options.pass_threshold is not None
         firsts = [row[0].value for row in answers.table.scores]
         return [value is not None and value >= self.options.pass_threshold for value in firsts]
 

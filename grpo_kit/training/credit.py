@@ -27,10 +27,12 @@ from grpo_kit.training.options import TrainOptions
 class Estimates:
     """What the models say of a step's N answers of up to T tokens before anything is learned; float32 [N, T] each.
 
-    mask: 1 where a token is trained. reference: None with beta = 0; values: None without a critic.
+    mask: 1 where a token is trained; tokens: 1 where there is one. reference: None with beta = 0;
+    values: None without a critic.
     """
 
     mask: Tensor
+    tokens: Tensor
     logprobs: Tensor
     entropy: Tensor
     reference: Tensor | None
@@ -45,7 +47,7 @@ class Credit:
     advantages: Tensor
     returns: Tensor | None
     pairs: list[tuple[int, int]] | None
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
 
     def of_answers(self) -> list[float]:
         """One number an answer, for people: its advantage, or the mean over its tokens."""
@@ -76,7 +78,7 @@ def _within_groups(options: TrainOptions, totals: Tensor, table: ScoreTable) -> 
 
 
 def _against_the_others(options: TrainOptions, totals: Tensor, estimates: Estimates | None) -> Credit:
-    metrics = {}
+    metrics: dict[str, float | None] = {}
     if estimates is not None and estimates.reference is not None:
         penalty = _penalty(options, estimates)
         totals = totals - penalty
@@ -104,7 +106,7 @@ def _with_critic(options: TrainOptions, totals: Tensor, estimates: Estimates) ->
     advantages, returns = gae(rewards, values, mask, options.gamma, options.lam)
     spread = returns[mask.bool()].var() if mask.sum() > 1 else torch.zeros(())
     missed = (returns - values)[mask.bool()].var() if mask.sum() > 1 else torch.zeros(())
-    metrics = {"explained_variance": float(1 - missed / spread)} if spread > 0 else {}
+    metrics: dict[str, float | None] = {"explained_variance": float(1 - missed / spread) if spread > 0 else None}
     if estimates.reference is not None:
         metrics["kl_penalty"] = float(_penalty(options, estimates).mean())
     return Credit(whiten(advantages, mask), returns, None, metrics)
@@ -113,7 +115,7 @@ def _with_critic(options: TrainOptions, totals: Tensor, estimates: Estimates) ->
 def _penalty(options: TrainOptions, estimates: Estimates) -> Tensor:
     """β·KL of each whole answer, [N], on the CPU."""
     assert options.beta is not None
-    return options.beta * (_kl(options, estimates) * estimates.mask).sum(-1).cpu()
+    return options.beta * (_kl(options, estimates) * estimates.tokens).sum(-1).cpu()
 
 
 def _kl(options: TrainOptions, estimates: Estimates) -> Tensor:

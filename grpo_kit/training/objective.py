@@ -37,7 +37,8 @@ class Known:
 
 @dataclass(frozen=True)
 class Loss:
-    """value: this micro-batch's part of the step's loss. clipped [B, T] bool. parts: [B, T] each, for the metrics."""
+    """value: this micro-batch's part of the step's loss. clipped [B, T] bool. parts: [B, T] each ([P] for pairs),
+    for the metrics."""
 
     value: Tensor
     clipped: Tensor
@@ -89,6 +90,7 @@ def _policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     correction = None
     if options.importance_sampling_correction is not None:
+        assert options.importance_sampling_clip_max is not None
         correction = sampler_correction(
             known.old,
             known.sampled,

@@ -15,6 +15,7 @@ from grpo_kit.rollout import Sampling
 from grpo_kit.training.optimizers import check_optimizer
 from grpo_kit.training.schedules import check_schedule, check_warmup
 
+CLIP_MAX = 3.0  # of the sampler's correction, unless the user says otherwise
 REWARD_ERROR_POLICIES = ("continue", "pause")
 
 
@@ -32,7 +33,8 @@ class TrainOptions:
         its estimate by the ratio, which makes its gradient unbiased (DeepSeek-V3.2).
     scale_rewards, multi_objective_aggregation: what a group's advantages are divided by; whether rewards are normalised
         each by itself before they are summed (GDPO). normalize_advantages: RLOO's, over the step.
-    dynamic_sampling_rounds: how many times groups that teach nothing are replaced by other prompts' (DAPO).
+    dynamic_sampling_rounds: how many times groups that teach nothing are replaced by other prompts' (DAPO). Curves of
+        reward and length stay those of the groups drawn first, `run.completions` are those learned from.
     gamma, lam, vf_coef, cliprange_value, whiten_rewards: PPO's critic.
     mask_truncated_completions: leave answers out of the loss that were cut at max_completion_length.
     entropy_coef: bonus for being unsure, per nat. top_entropy_quantile: learn from this share of the tokens only, those
@@ -81,7 +83,7 @@ class TrainOptions:
     entropy_coef: float = 0.0
     top_entropy_quantile: float = 1.0
     importance_sampling_correction: str | None = None
-    importance_sampling_clip_max: float = 3.0
+    importance_sampling_clip_max: float | None = None
     importance_sampling_clip_min: float | None = None
     off_policy_mask_threshold: float | None = None
 
@@ -100,8 +102,8 @@ class TrainOptions:
     tokens_per_micro_batch: int | None = None
 
     eval_steps: int | None = None
-    num_generations_eval: int = 4
-    pass_threshold: float = 1.0
+    num_generations_eval: int | None = None
+    pass_threshold: float | None = None
     canary: str | None = None
 
     on_reward_error: str = "continue"
@@ -184,6 +186,9 @@ _AT_LEAST: dict[str, float] = {
     "tokens_per_micro_batch": 1,
     "eval_steps": 1,
     "num_generations_eval": 0,
+    "vespo_lambda_pos": 0,
+    "vespo_lambda_neg": 0,
+    "importance_sampling_clip_min": 0,
     "checkpoint_every": 1,
 }
 _ABOVE_ZERO = (
@@ -205,19 +210,6 @@ _ESTIMATORS_OPTIONS: dict[str, tuple[str, ...]] = {
     "leave_one_out": ("normalize_advantages", "dynamic_sampling_rounds"),
     "gae": ("gamma", "lam", "vf_coef", "cliprange_value", "whiten_rewards"),
     "pairs": ("dynamic_sampling_rounds",),
-}
-# What an option is unless the user or the algorithm says otherwise; only those that the algorithm uses are filled in.
-_DEFAULTS: dict[str, Any] = {
-    "scale_rewards": "group",
-    "multi_objective_aggregation": "sum_then_normalize",
-    "normalize_advantages": False,
-    "dynamic_sampling_rounds": 0,
-    "gamma": 1.0,
-    "lam": 0.95,
-    "vf_coef": 0.1,
-    "cliprange_value": 0.2,
-    "whiten_rewards": False,
-    "epsilon": 0.2,
 }
 
 
@@ -258,10 +250,35 @@ def _check_fits(options: TrainOptions) -> None:
             "kl_estimator='k1' in the loss has no gradient on average; take 'k2' or 'k3', or rloo or ppo, which take "
             "the KL off the reward"
         )
+    if options.use_bias_correction_kl and algorithm.kl_in_reward:
+        raise ValueError(f"{algorithm.name} has its KL in the reward, where use_bias_correction_kl does nothing")
+    if options.top_entropy_quantile < 1 and algorithm.whole_answers:
+        raise ValueError(
+            f"{algorithm.name} has one ratio for the whole answer, so top_entropy_quantile can't leave tokens out of it"
+        )
+    if options.scale_rewards is not None and options.multi_objective_aggregation == "normalize_then_sum":
+        raise ValueError("normalize_then_sum divides by each reward's own std, so scale_rewards would do nothing")
+    if options.canary == "":
+        raise ValueError("canary is an empty text; give a question, or leave it out")
     _check_pairs(options)
-    if options.delta is not None and options.delta <= 1 + (options.epsilon_high or options.epsilon or 0.2):
-        raise ValueError(f"delta={options.delta} must be above 1 + epsilon_high, or it would clip good tokens' ratios")
-    if options.algorithm == "vespo" and (options.importance_sampling_correction or "token").startswith("sequence"):
+    _check_correction(options)
+
+
+def _check_correction(options: TrainOptions) -> None:
+    bounds = (options.importance_sampling_clip_min, options.importance_sampling_clip_max)
+    if options.importance_sampling_correction is None:
+        if bounds != (None, None):
+            raise ValueError(
+                "importance_sampling_clip_min and _max bound a correction that is off: choose one by "
+                f"importance_sampling_correction ({', '.join(CORRECTIONS)})"
+            )
+        return
+    lowest, highest = bounds[0] or 0.0, bounds[1] or CLIP_MAX
+    if lowest >= highest:
+        raise ValueError(
+            f"importance_sampling_clip_min={lowest:g} must be below importance_sampling_clip_max={highest:g}"
+        )
+    if options.algorithm == "vespo" and options.importance_sampling_correction.startswith("sequence"):
         raise ValueError("vespo multiplies the correction over the answer by itself; take token_truncate or token_mask")
 
 
@@ -284,49 +301,3 @@ _NOT_FOR_PAIRS: dict[str, Any] = {
     "importance_sampling_correction": None,
     "off_policy_mask_threshold": None,
 }
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One thing that was derived, and why."""
-
-    name: str
-    value: str
-    reason: str
-
-
-def derive(options: TrainOptions, on_gpu: bool, held_out: bool = False) -> tuple[TrainOptions, list[Setting]]:
-    """Fill in what the user left open. What the user set is never changed. held_out: whether there is data to evaluate
-    on. Raises ValueError for an optimizer that can't work on this hardware, and for an evaluation of nothing."""
-    check_optimizer(options.optim, on_gpu)
-    algorithm = get_algorithm(options.algorithm)
-    common = {
-        "beta": 0.0,
-        "num_iterations": 1,
-        **{n: v for n, v in _DEFAULTS.items() if n in options_of(algorithm.name)},
-    }
-    if algorithm.advantages != "pairs":
-        common["kl_estimator"] = "k1" if algorithm.kl_in_reward else "k3"
-    derived: dict[str, tuple[Any, str]] = {}
-    for name, value in {**common, **algorithm.defaults}.items():
-        if getattr(options, name) is None:
-            reason = f"as {algorithm.name} defines it" if name in algorithm.defaults else "the usual value"
-            derived[name] = (value, reason)
-    if options.epsilon_high is None and "epsilon_high" in algorithm.loss_options and "epsilon_high" not in derived:
-        epsilon = options.epsilon if options.epsilon is not None else derived["epsilon"][0]
-        derived["epsilon_high"] = (epsilon, "the same as epsilon")
-    if options.tokens_per_micro_batch is None:
-        tokens, why = (16_384, "a GPU") if on_gpu else (512, "a CPU")
-        derived["tokens_per_micro_batch"] = (tokens, f"for {why}")
-    judged = held_out or options.canary is not None
-    if judged and options.eval_steps is None:
-        derived["eval_steps"] = (options.checkpoint_every, "with every checkpoint")
-    elif options.eval_steps is not None and not judged:
-        raise ValueError("eval_steps says how often to evaluate, but there is nothing to ask: give eval_data or canary")
-    settings = [Setting(name, str(value), reason) for name, (value, reason) in derived.items()]
-    filled = {name: value for name, (value, _) in derived.items()}
-    return _filled(options, filled), settings
-
-
-def _filled(options: TrainOptions, values: dict[str, Any]) -> TrainOptions:
-    return TrainOptions(**{**vars(options), **values})

@@ -14,10 +14,13 @@ def rows_of_step(step: int, rows: int, per_step: int, seed: int) -> list[int]:
     return [_shuffled(at // rows, rows, seed)[at % rows] for at in range(first, first + per_step)]
 
 
-def rows_to_refill(step: int, round: int, rows: int, count: int, seed: int) -> list[int]:
-    """Data rows that take the place of `count` groups of a step that taught nothing, drawn anew in each round."""
+def rows_to_refill(step: int, round: int, rows: int, taken: list[int], count: int, seed: int) -> list[int]:
+    """Data rows that take the place of `count` groups of a step that taught nothing, drawn anew in each round; none of
+    the `taken` ones as long as there are others."""
     generator = torch.Generator().manual_seed(stream_seed(seed, "refill", step, round))
-    return torch.randint(rows, (count,), generator=generator).tolist()
+    shuffled = torch.randperm(rows, generator=generator).tolist()
+    ranked = [row for row in shuffled if row not in taken] + [row for row in shuffled if row in taken]
+    return [ranked[i % rows] for i in range(count)]
 
 
 def _shuffled(epoch: int, rows: int, seed: int) -> list[int]:

@@ -14,7 +14,7 @@ from grpo_kit.algorithms import Algorithm, high_entropy_mask, kl_estimate
 from grpo_kit.model import Model, TokenOutputs, ValueHead
 from grpo_kit.training.batch import MicroBatch, Sequence, collate
 from grpo_kit.training.credit import Credit, Estimates
-from grpo_kit.training.finite import first_bad_output
+from grpo_kit.training.finite import first_bad, first_bad_output
 from grpo_kit.training.objective import Known, Loss, pair_objective, policy_objective
 from grpo_kit.training.options import TrainOptions
 from grpo_kit.training.order import micro_batches
@@ -24,7 +24,8 @@ MEANS = ("kl", "entropy", "sampler_gap", "clip_ratio")
 
 @dataclass
 class Sums:
-    """Token sums over the first pass of a step, for its metrics; `count` says what each was summed over."""
+    """Token sums over a step, for its metrics (of clip_ratio over all its passes, of others over the first); `count`
+    says what each was summed over."""
 
     total: dict[str, float] = field(default_factory=dict)
     count: dict[str, float] = field(default_factory=dict)
@@ -83,13 +84,18 @@ class Measurement:
         self.batches = cut(trainee, sequences, [[i] for i in range(len(sequences))])
         widest = max(batch.width for batch in self.batches)
         blank = torch.zeros(len(sequences), widest, device=trainee.model.precision.device)
-        self._found = {name: blank.clone() for name in ("mask", "logprobs", "entropy", "reference", "values")}
+        self._found = {name: blank.clone() for name in ("mask", "tokens", "logprobs", "entropy", "reference", "values")}
 
     @torch.no_grad()
     def measure(self, number: int) -> None:
         batch = self.batches[number]
         outputs = self.trainee.outputs(batch, train=False)
-        found = {"mask": batch.loss_mask, "logprobs": outputs.logprobs, "entropy": outputs.entropy}
+        found = {
+            "mask": batch.loss_mask,
+            "tokens": batch.token_mask,
+            "logprobs": outputs.logprobs,
+            "entropy": outputs.entropy,
+        }
         if self.trainee.options.beta:
             found["reference"] = self.trainee.reference(batch)
         if outputs.values is not None:
@@ -102,6 +108,7 @@ class Measurement:
         has_reference, has_values = bool(self.trainee.options.beta), self.trainee.value_head is not None
         return Estimates(
             self._found["mask"],
+            self._found["tokens"],
             self._found["logprobs"],
             self._found["entropy"],
             self._found["reference"] if has_reference else None,
@@ -136,7 +143,8 @@ class Passes:
         self.estimates = estimates
         units = [list(pair) for pair in credit.pairs] if credit.pairs else [[i] for i in teaching]
         self.batches = cut(trainee, sequences, units or [[i] for i in range(len(sequences))])
-        self.old: dict[int, Tensor] = {}
+        self.old: dict[int, Tensor] = {}  # of each micro-batch, the logprobs from before the step
+        self._measured: set[int] = set()
         self._references: dict[int, Tensor] = {}
         self.sums = Sums()
         self.bad: str | None = None  # where a loss was not finite, in words
@@ -144,19 +152,20 @@ class Passes:
     def learn(self, number: int) -> Tensor:
         """Add the gradient of micro-batch `number` and return its part of the loss. Nothing is kept of a pass that ends
         in an exception."""
-        batch, first_pass = self.batches[number], number not in self.old
+        batch = self.batches[number]
         reference = self._reference(number)
         outputs = self.trainee.outputs(batch, train=True)
-        old = self._old(number, outputs)
+        old = self.old[number] if number in self.old else outputs.logprobs.detach()
         loss = self._objective(batch, outputs, old, reference)
-        self._explain(loss.value, batch)
+        self._explain(loss.value, batch, outputs)
         gradients = torch.autograd.grad(self.scale(loss.value), self.parameters, allow_unused=True)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self.sums.add("clip_ratio", loss.clipped.float(), batch.loss_mask)
-        if first_pass:
-            self.old[number] = old
+        self.old[number] = old
+        if number not in self._measured:
+            self._measured.add(number)
             self._measure(batch, outputs, reference)
             for name, part in loss.parts.items():
                 self.sums.add(name, part.detach(), batch.loss_mask if part.dim() == 2 else torch.ones_like(part))
@@ -179,14 +188,6 @@ class Passes:
         assert estimates is not None
         chosen = high_entropy_mask(estimates.entropy, estimates.mask, self.options.top_entropy_quantile)
         return chosen, 1.0 / max(1.0, float(chosen.sum()))
-
-    def _old(self, number: int, outputs: TokenOutputs) -> Tensor:
-        """The logprobs from before the step, [B, T]."""
-        if number in self.old:
-            return self.old[number]
-        if self.estimates is not None:
-            return _of(self.estimates.logprobs, self.batches[number])
-        return outputs.logprobs.detach()
 
     def _reference(self, number: int) -> Tensor | None:
         """[B, T]. With beta = 0 it only serves the KL curve: the first micro-batch will do."""
@@ -216,12 +217,16 @@ class Passes:
             return pair_objective(self.algorithm, self.options, outputs, known, len(self.credit.pairs))
         return policy_objective(self.algorithm, self.options, outputs, known)
 
-    def _explain(self, loss: Tensor, batch: MicroBatch) -> None:
+    def _explain(self, loss: Tensor, batch: MicroBatch, outputs: TokenOutputs) -> None:
         """Find out, once a step, which part of the model made a loss that is not finite."""
-        if self.bad is None and not bool(loss.isfinite()):
-            with torch.no_grad():
-                found = first_bad_output(self.trainee.model.causal_lm, lambda: self.trainee.outputs(batch, train=False))
-            self.bad = found or "the loss itself: all that the model said is finite, its advantages or ratios are not"
+        if self.bad is not None or bool(loss.isfinite()):
+            return
+        model = self.trainee.model.causal_lm
+        with torch.no_grad():
+            module = first_bad_output(model, lambda: self.trainee.outputs(batch, train=False))
+        heads = {"logprobs": outputs.logprobs, "entropy": outputs.entropy, "values": outputs.values}
+        head = first_bad((f"the head's {name}", values) for name, values in heads.items() if values is not None)
+        self.bad = module or head or "the loss itself: all that the model said is finite, advantages or ratios are not"
 
     def _measure(self, batch: MicroBatch, outputs: TokenOutputs, reference: Tensor | None) -> None:
         logprobs = outputs.logprobs.detach()

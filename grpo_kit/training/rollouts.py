@@ -33,9 +33,16 @@ class Rollouts:
         """The weighted sum of each answer's scores, [P·G], NaN where none applied."""
         return torch.tensor([torch.nan if total is None else total for total in self.table.totals])
 
-    def dead(self) -> list[bool]:
-        """Which groups teach nothing, [P]."""
-        return dead_groups(self.totals, self.group_size).tolist()
+    def dead(self, each_reward: bool = False) -> list[bool]:
+        """Which groups teach nothing, [P]: those whose totals are alike or, where every reward is normalised by itself,
+        whose scores are alike in each reward."""
+        if not each_reward:
+            return dead_groups(self.totals, self.group_size).tolist()
+        columns = [
+            [torch.nan if score.value is None else score.value for score in self.table.column(name)]
+            for name in self.table.names
+        ]
+        return torch.stack([dead_groups(torch.tensor(c), self.group_size) for c in columns]).all(0).tolist()
 
     def groups(self, chosen: list[int]) -> Rollouts:
         """Some of the groups."""
@@ -45,18 +52,20 @@ class Rollouts:
         return Rollouts(rows, completions, ScoreTable(self.table.names, self.table.weights, scores))
 
 
-def with_live_groups(first: Rollouts, rounds: int, draw: Callable[[int, int], Rollouts]) -> Rollouts:
-    """Replace groups that teach nothing, in up to `rounds` rounds; those still dead then stay.
+def with_live_groups(
+    first: Rollouts, rounds: int, draw: Callable[[int, int], Rollouts], each_reward: bool = False
+) -> Rollouts:
+    """Replace groups that teach nothing (see `Rollouts.dead`), in up to `rounds` rounds; those still dead then stay.
 
     draw(round, count): `count` new groups. DAPO, https://arxiv.org/abs/2503.14476, equation 11.
     """
     kept = first
     for number in range(1, rounds + 1):
-        dead = kept.dead()
+        dead = kept.dead(each_reward)
         if not any(dead):
             break
         fresh = draw(number, sum(dead))
-        alive = [g for g, is_dead in enumerate(fresh.dead()) if not is_dead]
+        alive = [g for g, is_dead in enumerate(fresh.dead(each_reward)) if not is_dead]
         kept = _exchanged(kept, [g for g, is_dead in enumerate(dead) if is_dead], fresh.groups(alive))
     return kept
 

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,8 @@ from grpo_kit.rewards import HumanReward, Rating, RewardSet, ScoreTable
 from grpo_kit.store import Record
 from grpo_kit.training.checkpoint import save_checkpoint
 from grpo_kit.training.checkups import Checkups
-from grpo_kit.training.options import Setting, TrainOptions
+from grpo_kit.training.derive import Setting
+from grpo_kit.training.options import TrainOptions
 from grpo_kit.training.prompts import Prompts
 from grpo_kit.training.recall import describe
 from grpo_kit.training.run_lock import RunLock
@@ -89,6 +91,7 @@ class Run:
         self._new_weights: dict[str, float] = {}
         self._reported: set[tuple[str, str]] = set()
         self._running_away: set[str] = set()
+        self._history: list[dict[str, Any]] = []  # the steps' metrics
         self._subscribers: list[Callable[[], None]] = []
         self._resumed = False
         self._done = threading.Event()
@@ -107,8 +110,9 @@ class Run:
     def stop(self) -> None:
         """End at the next token or micro-batch. The last finished step is kept, the one begun is dropped."""
         self._say("_stop_asked", True)
-        for reward in self._people():
-            reward.give_up()
+        if not self._done.is_set():  # they may be another run's by then
+            for reward in self._people():
+                reward.give_up()
 
     def checkpoint(self) -> None:
         """Write a checkpoint of the last finished step now instead of at the next round number."""
@@ -189,12 +193,12 @@ class Run:
     def evaluations(self) -> pandas.DataFrame:
         """How the held-out prompts were answered when: step (0 is before training), accuracy of the greedy answers,
         pass_at_k with k, mean reward and each reward's mean."""
-        return self._checkup_frame("evaluation")
+        return self._checkup_frame("evaluation", ["step", "accuracy", "answers", "reward"])
 
     @property
     def canary(self) -> pandas.DataFrame:
         """What the same prompt was answered when: step, prompt, answer."""
-        return self._checkup_frame("canary")
+        return self._checkup_frame("canary", ["step", "prompt", "answer"])
 
     @property
     def ratings(self) -> pandas.DataFrame:
@@ -237,11 +241,11 @@ class Run:
 
         return plot(self)
 
-    def _checkup_frame(self, kind: str) -> pandas.DataFrame:
+    def _checkup_frame(self, kind: str, columns: list[str]) -> pandas.DataFrame:
         import pandas
 
-        found = [event for event in self.record.events() if event["kind"] == kind]
-        return pandas.DataFrame([{"step": event["step"], **event["data"]} for event in found])
+        rows = [{"step": e["step"], **e["data"]} for e in self.record.events() if e["kind"] == kind]
+        return pandas.DataFrame(rows, columns=None if rows else columns)
 
     def __repr__(self) -> str:
         return f"<Run {self.name}: {self.state}, step {self.step} of {self.steps}, in {self.directory}>"
@@ -260,10 +264,11 @@ class Run:
 
     def start(self) -> None:
         """Begin. Called once, by `train` and `resume`."""
-        self.model.stop_run = self._stop_and_wait
         known = [Rating(**row) for row in self.record.ratings()]
         for reward in self._people():
             reward.attach(self._keep_rating, known)
+        self._history = self.record.steps()
+        self.model.stop_run = self._stop_and_wait
         self._thread.start()
 
     def _people(self) -> list[HumanReward]:
@@ -271,7 +276,9 @@ class Run:
         return [reward for reward in self.rewards.rewards if isinstance(reward, HumanReward)]
 
     def _keep_rating(self, rating: Rating) -> None:
-        self.record.add_rating(**asdict(rating))
+        """Also after the run has ended and its record is closed: what is rated then is fitted later."""
+        with closing(Record(self.record.path)) as record:
+            record.add_rating(**asdict(rating))
 
     def _stop_and_wait(self) -> None:
         self.stop()
@@ -299,9 +306,11 @@ class Run:
     def _loop(self) -> None:
         if not self._resumed:
             self._save_checkpoint()  # so that a run killed in its first steps starts from the same adapter again
-        while self.step < self.steps:
+        while True:
             try:
                 self._check_up()  # of the step before, or of the model as it came
+                if self.step >= self.steps:
+                    return
                 self._pause_point()  # before the changes, so that what is changed in a pause between steps counts
                 self._take_changes()
                 table = self._stepper.step(self.step + 1, self._pause_point, self._unwanted)
@@ -314,11 +323,10 @@ class Run:
             if self.step % self.options.checkpoint_every == 0 or self.step == self.steps:
                 self._save_checkpoint()
             self._tell()
-        self._check_up()
 
     def _check_up(self) -> None:
         if self._checkups.due(self.step):
-            self._checkups.check_up(self.step, self.rewards, self._pause_point)
+            self._checkups.check_up(self.step, self.rewards, self._pause_point, self._report_failures)
             self._tell()
 
     def _keep_last_step(self, error: BaseException) -> None:
@@ -408,7 +416,8 @@ class Run:
         for trouble in self._stepper.updater.troubles:
             self._event("warning", trouble)
         self._stepper.updater.troubles.clear()
-        found = {runaway.key: runaway.text for runaway in runaways(self.record.steps())}
+        self._history += self.record.steps(since=self.step - 1)
+        found = {runaway.key: runaway.text for runaway in runaways(self._history)}
         for key in found.keys() - self._running_away:
             self._event("warning", found[key])
         self._running_away = set(found)
@@ -427,8 +436,6 @@ class Run:
         """Give everything back; by the time the state says that the run has ended, another one may begin."""
         self._ended = self._clock()
         del self._stepper  # the optimizer's memory; the notebook may keep this object for long
-        for reward in self._people():
-            reward.detach()
         try:
             self._event(state, text)
         except Exception:  # a full disk, say: the event is lost, but not the run's end

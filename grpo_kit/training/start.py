@@ -19,8 +19,9 @@ from grpo_kit.model import Model, load_model
 from grpo_kit.rewards import RewardSet
 from grpo_kit.store import Record
 from grpo_kit.training.checkpoint import checkpoints, load_checkpoint, read_state
+from grpo_kit.training.derive import derive
 from grpo_kit.training.evaluate import Rewards, without_people
-from grpo_kit.training.options import TrainOptions, derive
+from grpo_kit.training.options import TrainOptions
 from grpo_kit.training.prompts import Prompts, ready_prompts
 from grpo_kit.training.recall import describe, recall_weights, rewards_again
 from grpo_kit.training.run import Run
@@ -71,6 +72,7 @@ def train(
     reward_set = _reward_set(rewards)
     prompts = _ready(data, model, reward_set, chosen)
     held_out = None if eval_data is None else _ready(eval_data, model, without_people(reward_set), chosen)
+    _check_canary(model, chosen)
     directory = _new_directory(run_dir, model, chosen)
     model.stop_live_run()
     with ExitStack() as undo:
@@ -94,8 +96,8 @@ def train(
                 "hardware": _hardware(model),
             }
         )
+        run.start()
         undo.pop_all()
-    run.start()
     return run
 
 
@@ -135,6 +137,7 @@ def resume(
         chosen, settings = derive(_options_again(info, steps, state["step"]), on_gpu, held_out=eval_data is not None)
         prompts = _ready(_read_data(directory / DATA), model, reward_set, chosen)
         held_out = None if eval_data is None else _ready(eval_data, model, without_people(reward_set), chosen)
+        _check_canary(model, chosen)
         run = Run(model, prompts, held_out, reward_set, chosen, settings, record, directory, lock)
         with model.lock:
             load_checkpoint(checkpoint, model, run._stepper.updater)
@@ -145,8 +148,8 @@ def resume(
         record.write_run(
             {"options": asdict(chosen), "settings": derived, "rewards": describe(reward_set), "knobs": run.knobs()}
         )
+        run.start()
         undo.pop_all()
-    run.start()
     return run
 
 
@@ -184,6 +187,17 @@ def _options_again(info: dict[str, Any], steps: int | None, made: int) -> TrainO
     if chosen.steps < made:
         raise ValueError(f"the run has made {made} steps already, so it can't end at {chosen.steps}")
     return chosen
+
+
+def _check_canary(model: Model, options: TrainOptions) -> None:
+    if options.canary is None:
+        return
+    room = model.max_seq_length - len(model.encode(options.canary))
+    if room < options.max_completion_length:
+        raise ValueError(
+            f"the canary leaves room for {max(room, 0)} tokens of an answer, and max_completion_length is "
+            f"{options.max_completion_length}: shorten it, or load the model with a larger max_seq_length"
+        )
 
 
 def _ready(data: Dataset, model: Model, rewards: RewardSet, options: TrainOptions) -> Prompts:

@@ -51,7 +51,10 @@ class Stepper:
         )
         self.algorithm = get_algorithm(options.algorithm)
         self.updater = Updater(model, options)
-        self._seconds_scoring = 0.0
+        self._seconds_scoring = 0.0  # of the step being made, as what follows
+        self._tokens = 0
+        self._asked: list[int] = []
+        self._scored: list[ScoreTable] = []
 
     def step(
         self,
@@ -59,12 +62,13 @@ class Stepper:
         pause_point: Callable[[], None],
         unwanted: Unwanted = never,
     ) -> ScoreTable:
-        """Make step `number` and write it to the record. Whatever `pause_point` raises leaves the model as after
-        the step before; `unwanted` is `Updater.update`'s."""
+        """Make step `number` and write it to the record; returns the scores of all answers drawn in it, those of groups
+        that were replaced included. Whatever `pause_point` raises leaves the model as after the step before; `unwanted`
+        is `Updater.update`'s."""
         started = self.clock()
         learning_rate = self.updater.schedule(number)
         rows = rows_of_step(number, len(self.prompts.messages), self.options.prompts_per_step, self.options.seed)
-        self._seconds_scoring = 0.0
+        self._seconds_scoring, self._tokens, self._asked, self._scored = 0.0, 0, [], []
         first = self._roll_out(number, 0, rows, pause_point)
         rollouts = self._refilled(number, first, pause_point)
         rolled_out = self.clock()
@@ -75,7 +79,9 @@ class Stepper:
         ended = self.clock()
         metrics = {  # of the groups drawn first: those that came in for dead ones were chosen for being uneven
             **_reward_metrics(first),
+            "dead_groups": self._dead_share(first),
             **_length_metrics(first.completions),
+            "tokens": float(self._tokens),
             **credit.metrics,
             **learned,
             "learning_rate": learning_rate,
@@ -88,7 +94,8 @@ class Stepper:
             metrics["refilled_groups"] = float(rollouts.replaced)
         self.record.write_step(number, metrics, self._completion_rows(rollouts, credit))
         self.updater.moved = False
-        return rollouts.table
+        names, weights = first.table.names, first.table.weights
+        return ScoreTable(names, weights, [row for table in self._scored for row in table.scores])
 
     def _roll_out(self, number: int, round: int, rows: list[int], pause_point: Callable[[], None]) -> Rollouts:
         """Sample and score. round: 0, or which refill of the step's dead groups this is."""
@@ -104,14 +111,17 @@ class Stepper:
         started = self.clock()
         table = self._score(number, rows, completions)
         self._seconds_scoring += self.clock() - started
+        self._tokens += sum(len(completion.token_ids) for completion in completions)
+        self._scored.append(table)
+        self._asked += rows
         return Rollouts(rows, completions, table)
 
     def _refilled(self, number: int, first: Rollouts, pause_point: Callable[[], None]) -> Rollouts:
         def draw(round: int, count: int) -> Rollouts:
-            rows = rows_to_refill(number, round, len(self.prompts.messages), count, self.options.seed)
+            rows = rows_to_refill(number, round, len(self.prompts.messages), self._asked, count, self.options.seed)
             return self._roll_out(number, round, rows, pause_point)
 
-        return with_live_groups(first, self.options.dynamic_sampling_rounds or 0, draw)
+        return with_live_groups(first, self.options.dynamic_sampling_rounds or 0, draw, self._by_reward)
 
     def _score(self, number: int, rows: list[int], completions: list[Completion]) -> ScoreTable:
         each = [row for row in rows for _ in range(self.options.num_generations)]
@@ -123,6 +133,17 @@ class Stepper:
                 completion_ids=[completion.token_ids for completion in completions],
                 step=number,
             )
+
+    @property
+    def _by_reward(self) -> bool:
+        return self.options.multi_objective_aggregation == "normalize_then_sum"
+
+    def _dead_share(self, rollouts: Rollouts) -> float | None:
+        """Of the groups, those that teach nothing; a critic learns from any."""
+        if self.algorithm.value_head:
+            return None
+        dead = rollouts.dead(self._by_reward)
+        return sum(dead) / len(dead)
 
     def _totals(self, rollouts: Rollouts) -> Tensor:
         """Scores for the advantages. A pair with an answer that is left out would compare it all the same, so it counts
@@ -171,12 +192,11 @@ class Stepper:
 
 
 def _reward_metrics(rollouts: Rollouts) -> dict[str, float | None]:
-    table, totals, dead = rollouts.table, rollouts.totals, rollouts.dead()
+    table, totals = rollouts.table, rollouts.totals
     known = totals[~totals.isnan()]
     metrics: dict[str, float | None] = {
         "reward": float(known.mean()) if len(known) else None,
         "reward_std": float(known.std()) if len(known) > 1 else None,
-        "dead_groups": sum(dead) / len(dead),
     }
     for name in table.names:
         values = [score.value for score in table.column(name) if score.value is not None]
@@ -190,5 +210,4 @@ def _length_metrics(completions: list[Completion]) -> dict[str, float | None]:
     return {
         "length": tokens / len(completions),
         "truncated": sum(completion.finish_reason == "length" for completion in completions) / len(completions),
-        "tokens": float(tokens),
     }

@@ -22,7 +22,7 @@ from grpo_kit.training.options import TrainOptions
 from grpo_kit.training.passes import Measurement, Passes, Trainee
 from grpo_kit.training.schedules import learning_rate_factor
 
-SKIPS_TO_WARN = 3  # updates skipped one after another; fewer are float16's scaler finding its level
+SKIPS_TO_WARN = 3  # steps without an update one after another; fewer are float16's scaler finding its level
 
 Unwanted = Callable[[bool], bool]
 
@@ -43,14 +43,16 @@ class Updater:
         self.model, self.options, self.learning_rate = model, options, options.learning_rate
         algorithm = get_algorithm(options.algorithm)
         device = model.precision.device
-        self.value_head = ValueHead(model.causal_lm.config.hidden_size, device) if algorithm.value_head else None
+        self.value_head = (
+            ValueHead(model.causal_lm.get_output_embeddings().weight.shape[1], device) if algorithm.value_head else None
+        )
         self.trainee = Trainee(model, self.value_head, algorithm, options)
         self.parameters = {**model.trainable(), **self._critics_parameters()}
         self.optimizer = make_optimizer(options.optim, self.parameters, options.learning_rate, options.weight_decay)
         self.moved = False  # whether the step being made has changed weights already
         self.scaler = torch.amp.GradScaler(device.type, enabled=model.precision.dtype == torch.float16)
         self.troubles: list[str] = []
-        self._skipped_in_a_row = 0
+        self._steps_lost = 0
 
     def set_learning_rate(self, value: float) -> None:
         self.learning_rate = value
@@ -90,10 +92,10 @@ class Updater:
         `pause_point` is called before each micro-batch of the first pass, with the model in a state that others may
         use; a pass is given up and made again when `unwanted(first_try)` says so in its middle. Until the first
         optimizer step an exception from `pause_point` leaves the weights as they were; from then on neither is called,
-        so that a step is never left half done.
+        so that a step is never left half done, and only questions are let in between micro-batches.
 
-        Sequences that have no gradient are left out; a step without any other moves nothing, the optimizer's momentum
-        included.
+        Sequences that are left out of training, or whose credit moves nothing, are not computed; a step without any
+        other changes nothing, the optimizer's momentum included.
         """
         teaching = self._teaching(sequences, credit)
         parameters = list(self.parameters.values())
@@ -104,14 +106,16 @@ class Updater:
         assert self.options.num_iterations is not None
         for number in range(len(work.batches)):
             self._until_done(partial(work.learn, number), pause_point, unwanted)
-        grad_norms, skipped = [], 0
+        grad_norms, skipped, bad = [], 0, None
         for iteration in range(self.options.num_iterations):
             if iteration:
                 for number in range(len(work.batches)):
+                    self.model.lock.give_way()
                     work.learn(number)
-            norm, took = self._optimizer_step(work.bad)
+            norm, bad = self._optimizer_step()
             grad_norms.append(norm)
-            skipped += not took
+            skipped += bad is not None
+        self._report(work.bad or bad, skipped)
         return {**work.sums.metrics(), "grad_norm": sum(grad_norms) / len(grad_norms), **self._skips(skipped)}
 
     def forget_gradients(self) -> None:
@@ -130,7 +134,7 @@ class Updater:
         algorithm, options = self.trainee.algorithm, self.options
         moves_all = (options.beta and not algorithm.kl_in_reward) or options.entropy_coef or algorithm.value_head
         if moves_all:
-            return list(range(len(sequences)))
+            return [i for i, s in enumerate(sequences) if s.trained]
         return [i for i, s in enumerate(sequences) if s.trained and credit.advantages[i] != 0]
 
     def _until_done(self, work: Callable[[], object], pause_point: Callable[[], None], unwanted: Unwanted) -> None:
@@ -145,35 +149,38 @@ class Updater:
             except PassGivenUp:
                 first_try = False
 
-    def _optimizer_step(self, bad_loss: str | None) -> tuple[float, bool]:
-        """Clip, step, and clear: returns the gradient norm before clipping and whether the weights moved.
+    def _optimizer_step(self) -> tuple[float, str | None]:
+        """Clip, step, and clear: returns the gradient's norm before clipping and, where the weights did not move, why.
 
         A gradient that is not finite moves nothing: in float16 the scaler shrinks and tries again next time; elsewhere
         it is dropped, since one NaN would spoil the adapter for good.
         """
         self.moved = True
         self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.options.max_grad_norm)
-        finite = bool(norm.isfinite())
-        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
-        if not finite:
-            self._report(bad_loss)
-        if finite or self.scaler.is_enabled():
+        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        norm, bad = torch.nn.utils.get_total_norm(gradients.values()), None
+        if norm.isfinite():
+            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.options.max_grad_norm, norm)
+        else:
+            named = ((f"gradient of {name}", gradient) for name, gradient in gradients.items())
+            bad = first_bad(named) or "the gradients' norm alone overflowed"
+        if bad is None:
             self.scaler.step(self.optimizer)
-            self.scaler.update()
+        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.model.engine.adapter_changed()
-        return float(norm), finite
+        return float(norm), bad
 
-    def _report(self, bad_loss: str | None) -> None:
-        """Say where the first number that is not finite was; in float16 only when it goes on, since a few are how the
-        scaler finds its level."""
-        if self.scaler.is_enabled() and self._skipped_in_a_row < SKIPS_TO_WARN:
+    def _report(self, bad: str | None, skipped: int) -> None:
+        """Say once where the first number that is not finite was; in float16 only when whole steps stay without an
+        update, since a few skipped ones are how the scaler finds its level."""
+        if skipped < (self.options.num_iterations or 1):
+            self._steps_lost = 0
             return
-        gradients = ((f"gradient of {n}", p.grad) for n, p in self.parameters.items() if p.grad is not None)
-        where = bad_loss or first_bad(gradients) or "their norm alone overflowed"
-        times = f"{self._skipped_in_a_row} updates in a row were" if self._skipped_in_a_row > 1 else "An update was"
-        self.troubles.append(f"{times} skipped: gradients are not finite. First bad tensor: {where}")
+        self._steps_lost += 1
+        if self._steps_lost == (SKIPS_TO_WARN if self.scaler.is_enabled() else 1):
+            times = f"{self._steps_lost} steps in a row" if self._steps_lost > 1 else f"The step's {skipped} update(s)"
+            self.troubles.append(f"{times} changed nothing: gradients are not finite. First bad tensor: {bad}")
 
     def _skips(self, skipped: int) -> dict[str, float]:
         counted = {"skipped_updates": float(skipped)}

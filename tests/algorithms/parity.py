@@ -14,7 +14,8 @@ from grpo_kit.model.lora import lora_parameters
 from grpo_kit.rollout import Completion
 from grpo_kit.training.batch import Sequence
 from grpo_kit.training.credit import Credit, Estimates
-from grpo_kit.training.options import TrainOptions, derive
+from grpo_kit.training.derive import derive
+from grpo_kit.training.options import TrainOptions
 from grpo_kit.training.passes import Passes, Sums
 from grpo_kit.training.update import Updater
 
@@ -97,15 +98,19 @@ def from_before(old: Tensor | None) -> Estimates | None:
     """Estimates that only say what the logprobs were before the step."""
     if old is None:
         return None
-    return Estimates(torch.ones_like(old), old, torch.zeros_like(old), None, None)
+    ones = torch.ones_like(old)
+    return Estimates(ones, ones, old, torch.zeros_like(old), None, None)
 
 
 def our_pass(
     updater: Updater, batch: list[Sequence], credit: Credit, estimates: Estimates | None = None
 ) -> tuple[float, Sums]:
-    """The loss of one pass over the batch. The gradients stay in the parameters."""
+    """The loss of one pass over the batch, as of a later one if estimates say what the logprobs were before. The
+    gradients stay in the parameters."""
     parameters = list(updater.parameters.values())
     work = Passes(updater.trainee, batch, credit, estimates, list(range(len(batch))), lambda loss: loss, parameters)
+    if estimates is not None:
+        work.old = {n: estimates.logprobs[b.indices, : b.width] for n, b in enumerate(work.batches)}
     return sum(work.learn(number).item() for number in range(len(work.batches))), work.sums
 
 

@@ -210,9 +210,11 @@ def credited(updater: Updater, estimates: Estimates) -> Credit:
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all trained", "truncated masked"])
 @pytest.mark.parametrize(
-    ("beta", "estimator", "whiten_rewards"), [(0.3, "k1", False), (0.3, "k3", True), (0.0, "k1", False)]
+    ("beta", "estimator", "whiten_rewards"), [(0.3, "k1", False), (0.3, "k3", True), (0.0, None, False)]
 )
-def test_update(beta: float, estimator: str, whiten_rewards: bool, masked: bool, ours: Model, critic: Any) -> None:
+def test_update(
+    beta: float, estimator: str | None, whiten_rewards: bool, masked: bool, ours: Model, critic: Any
+) -> None:
     """What is measured, what credit comes of it, and the loss with the gradients of adapter and critic, by autograd
     over the loss as written above, however the step is cut."""
     batch = sequences(masked)

@@ -11,7 +11,8 @@ from grpo_kit.algorithms import ALGORITHMS, get_algorithm, register
 from grpo_kit.algorithms.gspo import sequence_surrogate, sequence_token_surrogate
 from grpo_kit.algorithms.surrogate import token_surrogate
 from grpo_kit.algorithms.weights import answer_sum, constant, per_answer, per_token
-from grpo_kit.training.options import TrainOptions, derive
+from grpo_kit.training.derive import derive
+from grpo_kit.training.options import TrainOptions
 
 OPTIONS = {field.name for field in fields(TrainOptions)}
 WEIGHTS = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_kit.rewards import HumanReward, Rating, RewardSet, from_spec, human, reward
+from grpo_kit.rewards import HumanReward, Rating, RewardSet, from_spec, human
 from grpo_kit.rewards.human import MOST_OPEN, chosen
 
 PROMPTS = ["p", "p", "q", "q"]
@@ -217,12 +217,11 @@ def test_an_attached_run_knows_and_keeps_ratings():
     assert [rating.text for rating in asked.ratings] == ["b", "a"]
     assert score(asked) == [1.0, 0.0, None, None]
     asked.rate(ids(asked)["c"], True)
-    asked.detach()
+    later: list[Rating] = []
+    asked.attach(later.append, [*known, *kept])  # the next run
     asked.rate(ids(asked)["d"], True)
     assert [rating.text for rating in kept] == ["a", "c"]
-    assert len(asked.ratings) == 4
-    asked.attach(kept.append, [*known, *kept])
-    assert [rating.text for rating in kept] == ["a", "c", "d"]
+    assert [rating.text for rating in later] == ["d"]
     assert len(asked.ratings) == 4
 
 
@@ -338,7 +337,6 @@ def test_it_is_built_again_from_its_spec():
 
 
 def test_it_says_that_people_are_asked():
-    assert human().interactive and not getattr(reward(lambda completion: 1.0, name="one"), "interactive", False)
     assert repr(human()) == "HumanReward('human', weight=1, 0 ratings, training waits up to 600 s)"
     assert "training goes on" in repr(human(wait=False))
 

@@ -23,7 +23,6 @@ MADE = [
     rewards.names_recipient(column="to"),
     rewards.signature_block(signer="Anna"),
     rewards.length_penalty(100, unit="words"),
-    rewards.soft_overlong_punishment(100, 20),
     rewards.human(wait=False, per_step=3, name="people"),
     rewards.repetition_penalty(ngram=4),
 ]

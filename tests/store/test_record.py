@@ -447,8 +447,9 @@ def test_ratings_come_back_as_given(record):
     assert list(frame["value"]) == [1.0, 1.0] and frame["step"][0] == 4 and list(frame["step"].isna()) == [False, True]
     with pytest.raises(TypeError, match="text must be a string"):
         record.add_rating("thumb", "p", None, 1.0)
-    with pytest.raises(ValueError, match="finite"):
-        record.add_rating("thumb", "p", "t", math.nan)
+    for kind, value in [("thumb", math.nan), ("thumb", 0.5), ("pair", 2), ("thumb", None), ("stars", 1.0), (None, 1.0)]:
+        with pytest.raises(ValueError, match=f"a thumb or a pair of value 0 or 1, not {kind!r} of {value!r}"):
+            record.add_rating(kind, "p", "t", value)
     assert len(record.ratings()) == 2
 
 

@@ -13,7 +13,8 @@ from grpo_kit.rollout import Completion
 from grpo_kit.training.batch import Sequence
 from grpo_kit.training.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
 from grpo_kit.training.credit import Credit
-from grpo_kit.training.options import TrainOptions, derive
+from grpo_kit.training.derive import derive
+from grpo_kit.training.options import TrainOptions
 from grpo_kit.training.update import Updater
 from tests.training.helpers import adapter, same
 

@@ -7,12 +7,14 @@ import threading
 import time
 
 import pytest
+import torch
 
 import grpo_kit as gk
 from grpo_kit.rewards import human, last_number, reward
 from grpo_kit.rollout import Completion
-from grpo_kit.training import resume
+from grpo_kit.training import RunFailed, resume
 from grpo_kit.training.checkpoint import checkpoints
+from grpo_kit.training.run_lock import RunLock
 from tests.training.helpers import QUICK, SOON, adapter, events, letters, numbers, same, until
 
 ASKED = 7  # held-out prompts "0 + 10?" to "6 + 10?"
@@ -175,7 +177,8 @@ def test_another_canary(begin, engine, model):
 
 
 def test_a_canary_needs_no_held_out_prompts(begin, engine):
-    run = finish(begin(steps=4, eval_data=None, canary="4 + 10?", eval_steps=None, checkpoint_every=2))
+    options = {"eval_data": None, "canary": "4 + 10?", "eval_steps": None, "num_generations_eval": None}
+    run = finish(begin(steps=4, checkpoint_every=2, **options))
     assert [(event["step"], event["text"]) for event in events(run, "canary")] == [(0, "0"), (2, "0"), (4, "0")]
     assert not events(run, "evaluation")
     assert run.evaluations.empty
@@ -183,9 +186,54 @@ def test_a_canary_needs_no_held_out_prompts(begin, engine):
 
 
 def test_a_run_without_either_asks_nothing(begin, engine):
-    run = finish(begin(steps=2, eval_data=None, eval_steps=None))
+    run = finish(begin(steps=2, eval_data=None, eval_steps=None, num_generations_eval=None))
     assert {event["kind"] for event in run.record.events()} == {"started", "checkpoint", "finished"}
     assert not engine.seeds["greedy"]
+
+
+def test_its_tables_have_their_columns_all_the_same(begin, engine):
+    run = finish(begin(steps=1, eval_data=None, eval_steps=None, num_generations_eval=None))
+    assert (len(run.evaluations), len(run.canary)) == (0, 0)
+    assert list(run.evaluations.columns) == ["step", "accuracy", "answers", "reward"]
+    assert list(run.canary.columns) == ["step", "prompt", "answer"]
+
+
+# ---- rewards that fail on them ----
+
+
+def fails_on_held_out(completion, answer):
+    if answer >= 10:
+        raise RuntimeError("such a large number")
+    return 1.0
+
+
+def test_a_reward_that_fails_on_held_out_prompts_is_a_warning(begin, engine):
+    run = finish(begin(right, fails_on_held_out, steps=2))
+    (warning,) = events(run, "warning")  # once, and not at each evaluation
+    assert warning["step"] == 0
+    assert "fails_on_held_out: error in 7 of 7 answers" in warning["text"]
+    assert "such a large number" in warning["text"]
+    assert len(events(run, "evaluation")) == 2
+    assert {row["scores"]["fails_on_held_out"][1] for row in run.record.completions()} == {"ok"}
+
+
+def test_one_that_fails_on_sampled_answers_only_too(begin, engine):
+    def fails_on_others(completion, answer):
+        if answer in (14, 16) and completion == str(answer):  # no greedy answer is
+            raise RuntimeError("oh")
+        return 1.0
+
+    run = finish(begin(right, fails_on_others, steps=1))
+    (warning,) = events(run, "warning")
+    assert "fails_on_others: error in 2 of 21 answers" in warning["text"]
+
+
+def test_it_pauses_the_run_if_that_is_wanted(begin, engine):
+    run = begin(right, fails_on_held_out, steps=1, on_reward_error="pause")
+    until(lambda: run.state == "paused")
+    assert run.step == 0
+    run.resume()
+    finish(run)
 
 
 # ---- people ----
@@ -218,7 +266,7 @@ def test_eval_steps_with_nothing_to_ask(begin, engine, tmp_path):
 
 
 def test_held_out_data_is_checked_before_anything_starts(begin, engine, model, eval_data, tmp_path):
-    live = begin(run_dir="live", steps=1000, eval_data=None, eval_steps=None)
+    live = begin(run_dir="live", steps=1000, eval_data=None, eval_steps=None, num_generations_eval=None)
     until(lambda: live.step >= 1)
     long = gk.data.from_rows([{"prompt": "x" * 100, "answer": 1}])
     with pytest.raises(ValueError, match="needs the data column 'answer'"):
@@ -229,6 +277,34 @@ def test_held_out_data_is_checked_before_anything_starts(begin, engine, model, e
         begin(eval_data=long)
     assert live.alive
     assert not (tmp_path / "run").exists()
+
+
+def test_a_canary_that_does_not_fit_is_refused_before_anything_starts(begin, engine, model, tmp_path):
+    """With 6 tokens of an answer, one of 58 fits into 64, and one of 59 does not."""
+    live = begin(run_dir="live", steps=1000, eval_data=None, eval_steps=None, num_generations_eval=None)
+    until(lambda: live.step >= 1)
+    fits = "0 + 10?".ljust(64 - 6 - len(model.encode("")), "?")
+    with pytest.raises(ValueError, match=r"the canary leaves room for 5 tokens .* max_completion_length is 6: shorten"):
+        begin(canary=fits + "?")
+    with pytest.raises(ValueError, match="the canary leaves room for 0 tokens"):
+        begin(canary="x" * 500, eval_data=None, num_generations_eval=None)
+    assert live.alive
+    assert not (tmp_path / "run").exists()
+    run = finish(begin(canary=fits, steps=1))
+    assert len(events(run, "canary")) == 2
+
+
+def test_neither_does_resume_begin_with_one_in_a_shorter_model(begin, engine, model, tmp_path, tiny_checkpoint):
+    run = finish(begin(steps=1, canary="12 + 10? " * 4))
+    before = run.record.events()
+    path = str(tiny_checkpoint(chat_template=None))
+    shorter = gk.load_model(path, load_in_4bit=False, max_seq_length=40, lora_rank=4)
+    rewards = gk.RewardSet(right, letters)
+    with pytest.raises(ValueError, match="the canary leaves room for"):
+        resume(run.directory, model=shorter, rewards=rewards, steps=2)
+    assert shorter.stop_run is None
+    assert run.record.events() == before
+    RunLock(run.directory).release()
 
 
 # ---- stop, pause, resume ----
@@ -269,6 +345,25 @@ def test_stopped_in_the_middle_of_an_evaluation(begin, engine, model, kind, when
         ]
     assert numbers(again) == numbers(whole)
     assert same(adapter(model), weights)
+
+
+def test_out_of_memory_in_the_last_evaluation(begin, engine, model):
+    """As in any other: the words say what helps, the last step is kept, and a resume makes up for it."""
+
+    def fail(kind):
+        if kind == "greedy" and len(engine.seeds["greedy"]) == 7:  # after the steps 0, 2 and 4, with canary
+            raise torch.OutOfMemoryError("no memory left")
+
+    engine.before = fail
+    run = begin()
+    with pytest.raises(RunFailed, match=r"(?s)after step 5:.*no memory left.*Smaller tokens_per_micro_batch"):
+        run.wait(SOON)
+    assert [event["step"] for event in events(run, "evaluation")] == [0, 2, 4]
+    assert checkpoints(run.directory)[-1].name == "step-000005"
+    assert model.stop_run is None
+    engine.before = lambda kind: None
+    again = finish(resume(run.directory, model=model, rewards=gk.RewardSet(right, letters)))
+    assert list(again.evaluations["step"]) == [0, 2, 4, 5]
 
 
 def test_resume_keeps_those_made_and_asks_again_for_those_forgotten(begin, engine, model):

@@ -11,7 +11,8 @@ from grpo_kit.algorithms import get_algorithm
 from grpo_kit.rewards import ScoreTable
 from grpo_kit.rewards.score import Score
 from grpo_kit.training.credit import Estimates, give_credit
-from grpo_kit.training.options import TrainOptions, derive
+from grpo_kit.training.derive import derive
+from grpo_kit.training.options import TrainOptions
 
 NAN = math.nan
 SCORES = [[1.0, 0.0], [0.0, 1.0], [3.0, 0.0], [None, None]]  # two groups of two, two rewards
@@ -30,10 +31,11 @@ def credit(algorithm, table=None, estimates=None, totals=None, **options):
     return give_credit(get_algorithm(algorithm), chosen, sums, table, estimates)
 
 
-def estimates_of(logprobs=0.0, reference=None, values=None, mask=MASK):
+def estimates_of(logprobs=0.0, reference=None, values=None, mask=MASK, tokens=None):
+    """tokens: those there are, if not all of them are trained."""
     logprobs = torch.zeros_like(mask) + logprobs
     reference = None if reference is None else torch.zeros_like(mask) + reference
-    return Estimates(mask, logprobs, torch.zeros_like(mask), reference, values)
+    return Estimates(mask, mask if tokens is None else tokens, logprobs, torch.zeros_like(mask), reference, values)
 
 
 # ---- groups ----
@@ -88,6 +90,16 @@ def test_the_kl_of_the_whole_answer_is_taken_off_first():
     gap = (1 - penalties[0]) - (2 - penalties[1])
     assert made.advantages.tolist() == pytest.approx([gap, -gap, 0, 0])
     assert made.metrics["kl_penalty"] == pytest.approx(sum(penalties) / 4)
+
+
+def test_the_kl_of_an_answer_that_is_left_out_counts_too():
+    """It stays the baseline of the others, and so does what was taken off its reward."""
+    left_out = MASK * torch.tensor([[0.0], [1.0], [1.0], [1.0]])
+    made = credit("rloo", beta=0.1, estimates=estimates_of(-1.0, reference=-1.5, mask=left_out, tokens=MASK))
+    whole = credit("rloo", beta=0.1, estimates=estimates_of(-1.0, reference=-1.5))
+    assert made.advantages.tolist() == whole.advantages.tolist()
+    assert made.advantages[1].item() == pytest.approx((2 - 0.1) - (1 - 0.15))
+    assert made.metrics == whole.metrics
 
 
 def test_another_estimator_of_the_kl():
@@ -168,7 +180,14 @@ def test_returns_that_are_all_equal_have_no_variance_to_explain():
         "ppo", table_of([[1.0], [1.0]], weights=(1.0,)), beta=0.0,
         estimates=estimates_of(values=torch.ones(2, 2), mask=torch.ones(2, 2)),
     )  # fmt: skip
-    assert made.metrics == {}
+    assert made.metrics == {"explained_variance": None}
+
+
+def test_one_token_has_none_either():
+    mask = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    table = table_of([[4.0], [1.0]], weights=(1.0,))
+    made = credit("ppo", table, estimates_of(values=torch.zeros(2, 2), mask=mask), beta=0.0)
+    assert made.metrics == {"explained_variance": None}
 
 
 def test_an_answer_that_is_left_out_changes_nothing_for_the_others():

@@ -23,6 +23,16 @@ def half(tiny_checkpoint):
     return loaded
 
 
+@pytest.fixture
+def half_untied(tiny_checkpoint):
+    """Its head has a weight of its own, that may be spoiled: the model is loaded for one test."""
+    path = str(tiny_checkpoint(chat_template=None, tie=False))
+    loaded = gk.load_model(path, load_in_4bit=False, max_seq_length=64, lora_rank=4, dtype="float16")
+    loaded.reset_adapter()
+    loaded.engine = DrawnEngine()
+    return loaded
+
+
 def begin(model, data, folder, **options):
     return gk.train(model, data, letters, run_dir=folder, **{**QUICK, "steps": 6, **options})
 
@@ -95,16 +105,43 @@ def test_the_update_that_is_skipped_moves_nothing(half, data, tmp_path):
     assert same(adapter(half), before)
 
 
+def test_a_norm_that_alone_overflows_moves_nothing_either(half, data, tmp_path):
+    """The scaler looks for infinities in the gradients; there are none, and without a norm there is no clipping."""
+    before = adapter(half)
+    hook = next(iter(half.trainable().values())).register_hook(lambda gradient: gradient * 0 + 1e30)
+    try:
+        run = finish(begin(half, data, tmp_path / "run", steps=1))
+    finally:
+        hook.remove()
+    assert run.record.steps()[0]["skipped_updates"] == 1
+    assert same(adapter(half), before)
+
+
 def test_the_third_in_a_row_is_a_warning_that_names_the_tensor(half, data, tmp_path):
     with InfiniteAt(half, {2, 3, 4}) as broken:
         run = finish(begin(half, data, tmp_path / "run"))
     (warning,) = events(run, "warning")
     assert warning["step"] == 4
-    assert "3 updates in a row were skipped" in warning["text"]
+    assert "3 steps in a row changed nothing" in warning["text"]
     assert f"gradient of {broken.name}" in warning["text"]
     rows = run.record.steps()
     assert [row["skipped_updates"] for row in rows] == [0, 1, 1, 1, 0, 0]
     assert rows[-1]["loss_scale"] == 65536.0 / 8
+
+
+def test_it_comes_once_and_again_only_after_a_step_that_moved(half, data, tmp_path):
+    with InfiniteAt(half, {1, 2, 3, 4, 5, 7, 8, 9}):
+        run = finish(begin(half, data, tmp_path / "run", steps=9))
+    assert [warning["step"] for warning in events(run, "warning")] == [3, 9]
+
+
+def test_logits_that_overflow_are_the_heads(half_untied, data, tmp_path):
+    """In float16 they do beyond 65,504, and no module of the model puts them out."""
+    with torch.no_grad():
+        half_untied.causal_lm.get_output_embeddings().weight.mul_(5e4)
+    run = finish(begin(half_untied, data, tmp_path / "run", steps=3))
+    (warning,) = events(run, "warning")
+    assert "First bad tensor: the head's logprobs: " in warning["text"]
 
 
 def test_three_that_are_not_in_a_row_are_none(half, data, tmp_path):
@@ -129,16 +166,17 @@ def test_the_scale_survives_a_resume(half, data, tmp_path):
 # ---- float32 ----
 
 
-def test_in_float32_each_one_is_a_warning(model, data, tmp_path):
+def test_in_float32_the_first_one_is_a_warning(model, data, tmp_path):
     model.engine = DrawnEngine()
-    with InfiniteAt(model, {2}) as broken:
+    with InfiniteAt(model, {2, 3, 5}) as broken:
         run = finish(begin(model, data, tmp_path / "run"))
-    (warning,) = events(run, "warning")
-    assert warning["step"] == 2
-    assert "An update was skipped" in warning["text"]
-    assert f"gradient of {broken.name}" in warning["text"]
+    warnings = events(run, "warning")
+    assert [warning["step"] for warning in warnings] == [2, 5]
+    for warning in warnings:
+        assert "The step's 1 update(s) changed nothing" in warning["text"]
+        assert f"gradient of {broken.name}" in warning["text"]
     rows = run.record.steps()
-    assert [row["skipped_updates"] for row in rows] == [0, 1, 0, 0, 0, 0]
+    assert [row["skipped_updates"] for row in rows] == [0, 1, 1, 0, 1, 0]
     assert all("loss_scale" not in row for row in rows)
     assert all(torch.isfinite(weight).all() for weight in adapter(model).values())
 
@@ -154,8 +192,9 @@ def test_a_weight_that_is_none_is_found_and_the_run_goes_on(model, data, tmp_pat
     finally:
         with torch.no_grad():
             layer.weight.copy_(whole)
-    assert [warning["step"] for warning in events(run, "warning")] == [1, 2, 3]
-    text = events(run, "warning")[0]["text"]
+    (warning,) = events(run, "warning")
+    assert warning["step"] == 1
+    text = warning["text"]
     assert "layers.1.mlp.down_proj" in text
     assert "its own weight is not finite" in text
     assert [row["skipped_updates"] for row in run.record.steps()] == [1, 1, 1]

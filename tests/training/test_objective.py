@@ -10,8 +10,9 @@ import torch
 
 from grpo_kit.algorithms import get_algorithm
 from grpo_kit.model import TokenOutputs
+from grpo_kit.training.derive import derive
 from grpo_kit.training.objective import Known, pair_objective, policy_objective
-from grpo_kit.training.options import TrainOptions, derive
+from grpo_kit.training.options import TrainOptions
 
 MASK = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
 OLD = torch.tensor([[-1.0, -2.0], [-1.5, 0.0]])

@@ -6,7 +6,8 @@ import pytest
 
 from grpo_kit.algorithms import ALGORITHMS
 from grpo_kit.training import TrainOptions
-from grpo_kit.training.options import derive, options_of
+from grpo_kit.training.derive import derive
+from grpo_kit.training.options import options_of
 
 NAN, INF = float("nan"), float("inf")
 
@@ -64,8 +65,28 @@ REFUSED = [
     ({"optim": "adamw_8bits"}, "did you mean 'adamw_8bit'"),
     ({"kl_estimator": "k1"}, "kl_estimator='k1' in the loss has no gradient on average; take 'k2' or 'k3'"),
     ({"algorithm": "online_dpo", "beta": 0.0}, "online_dpo needs beta above 0"),
-    ({"delta": 1.2}, "delta=1.2 must be above 1 \\+ epsilon_high"),
-    ({"delta": 1.5, "epsilon": 0.1, "epsilon_high": 0.5}, "delta=1.5 must be above"),
+    ({"delta": 1.2}, "delta=1.2 must be above 1 \\+ epsilon_high = 1.2"),
+    ({"delta": 1.5, "epsilon": 0.1, "epsilon_high": 0.5}, "delta=1.5 must be above 1 \\+ epsilon_high = 1.5"),
+    ({"delta": 1.25, "algorithm": "dapo"}, "delta=1.25 must be above 1 \\+ epsilon_high = 1.28"),
+    ({"delta": 1.0004, "algorithm": "gspo"}, "must be above 1 \\+ epsilon_high = 1.0004"),
+    *(({"algorithm": name, "top_entropy_quantile": 0.5}, f"{name} has one ratio for the whole answer")
+      for name in ("rloo", "gspo", "luspo")),
+    *(({"algorithm": name, "use_bias_correction_kl": True}, f"{name} has its KL in the reward")
+      for name in ("rloo", "ppo")),
+    ({"use_bias_correction_kl": True}, "the pull of beta, which is 0: set beta above 0"),
+    ({"use_bias_correction_kl": True, "beta": 0.0}, "set beta above 0"),
+    ({"kl_estimator": "k2"}, "set beta above 0"),
+    ({"kl_estimator": "k1", "algorithm": "rloo", "beta": 0.0}, "set beta above 0"),
+    ({"importance_sampling_clip_max": 2.0}, "bound a correction that is off: choose one by importance_sampling_corr"),
+    ({"importance_sampling_clip_min": 0.5}, "bound a correction that is off"),
+    ({"importance_sampling_correction": "token_mask", "importance_sampling_clip_min": 2.0,
+      "importance_sampling_clip_max": 2.0}, "clip_min=2 must be below importance_sampling_clip_max=2"),
+    ({"importance_sampling_correction": "token_mask", "importance_sampling_clip_min": 3.0}, "clip_min=3 must be below"),
+    ({"scale_rewards": "group", "multi_objective_aggregation": "normalize_then_sum"}, "scale_rewards would do nothing"),
+    ({"num_generations_eval": 4}, "for held-out prompts: give eval_data"),
+    ({"num_generations_eval": 0}, "give eval_data"),
+    ({"pass_threshold": 0.5, "canary": "?"}, "give eval_data"),
+    ({"canary": ""}, "canary is an empty text"),
     ({"algorithm": "vespo", "importance_sampling_correction": "sequence_mask"}, "take token_truncate or token_mask"),
     *(({"algorithm": "online_ipo", name: value}, f"online_ipo has no loss for each token, so {name} can't")
       for name, value in [("kl_estimator", "k3"), ("use_bias_correction_kl", True), ("entropy_coef", 0.1),
@@ -77,7 +98,26 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "words"), REFUSED)
 def test_options_that_do_not_go_together(options, words):
     with pytest.raises(ValueError, match=words):
-        TrainOptions(**options)
+        derive(TrainOptions(**options), on_gpu=False)
+
+
+ACCEPTED = [
+    {"delta": 1.1, "algorithm": "gspo"},  # far above its epsilon_high of 4e-4
+    {"delta": 1.3, "algorithm": "dapo"},
+    {"delta": 1.15, "epsilon": 0.1},
+    {"top_entropy_quantile": 1.0, "algorithm": "gspo"},
+    {"top_entropy_quantile": 0.5, "algorithm": "gspo_token"},
+    {"use_bias_correction_kl": True, "beta": 0.1},
+    {"kl_estimator": "k2", "algorithm": "rloo"},  # whose beta is above 0 by itself
+    {"importance_sampling_correction": "token_mask", "importance_sampling_clip_min": 2.9},
+    {"scale_rewards": "batch", "multi_objective_aggregation": "sum_then_normalize"},
+]
+
+
+@pytest.mark.parametrize("options", ACCEPTED)
+def test_options_that_do(options):
+    filled, _ = derive(TrainOptions(**options), on_gpu=False)
+    assert {name: getattr(filled, name) for name in options} == options
 
 
 SPECIAL = {  # a value for each option that only some algorithms take
@@ -104,7 +144,7 @@ def test_nothing_that_an_algorithm_takes_stays_open(algorithm):
     filled, settings = derive(TrainOptions(algorithm=algorithm), on_gpu=False)
     for name in (*options_of(algorithm), "beta", "num_iterations", "tokens_per_micro_batch"):
         assert getattr(filled, name) is not None or name == "delta", name
-    assert (filled.kl_estimator is None) == algorithm.startswith("online")
+    assert (filled.kl_estimator is not None) == (algorithm in ("rloo", "ppo"))  # elsewhere there is none, or beta is 0
     for name in SPECIAL.keys() - set(options_of(algorithm)):
         assert getattr(filled, name) is None, name
     assert len({setting.name for setting in settings}) == len(settings)
@@ -116,7 +156,7 @@ def test_what_each_algorithm_comes_with():
         filled = derive(TrainOptions(algorithm=algorithm), on_gpu=False)[0]
         return tuple(getattr(filled, name) for name in names)
 
-    assert of("grpo", "beta", "kl_estimator", "num_iterations", "epsilon", "delta") == (0.0, "k3", 1, 0.2, None)
+    assert of("grpo", "beta", "kl_estimator", "num_iterations", "epsilon", "delta") == (0.0, None, 1, 0.2, None)
     assert of("dapo", "dynamic_sampling_rounds", "epsilon", "epsilon_high") == (2, 0.2, 0.28)
     assert of("gspo", "epsilon", "epsilon_high") == (3e-4, 4e-4)
     assert of("cispo", "epsilon_high") == (4.0,)
@@ -125,6 +165,41 @@ def test_what_each_algorithm_comes_with():
     assert of("ppo", "gamma", "lam", "vf_coef", "cliprange_value") == (1.0, 0.95, 0.1, 0.2)
     assert of("online_dpo", "beta") == (0.1,)
     assert of("sapo", "sapo_temperature_pos", "sapo_temperature_neg") == (1.0, 1.05)
+
+
+def test_how_the_kl_is_estimated_is_derived_only_where_it_is():
+    for algorithm, estimator in (("grpo", "k3"), ("gspo", "k3"), ("rloo", "k1"), ("ppo", "k1")):
+        assert derive(TrainOptions(algorithm=algorithm, beta=0.1), on_gpu=False)[0].kl_estimator == estimator
+        assert derive(TrainOptions(algorithm=algorithm, beta=0.0), on_gpu=False)[0].kl_estimator is None
+
+
+def test_the_bound_of_a_correction_is_derived_only_with_one():
+    def found(**options):
+        filled, settings = derive(TrainOptions(**options), on_gpu=False)
+        return filled.importance_sampling_clip_max, "importance_sampling_clip_max" in {s.name for s in settings}
+
+    assert found() == (None, False)
+    assert found(importance_sampling_correction="token_truncate") == (3.0, True)
+    assert found(importance_sampling_correction="token_mask", importance_sampling_clip_max=2.0) == (2.0, False)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "dr_grpo"])
+def test_rewards_normalised_each_by_itself_need_no_scale(algorithm):
+    asked = TrainOptions(algorithm=algorithm, multi_objective_aggregation="normalize_then_sum")
+    filled, settings = derive(asked, on_gpu=False)
+    assert filled.scale_rewards is None
+    assert "scale_rewards" not in {setting.name for setting in settings}
+
+
+def test_how_to_evaluate_is_derived_only_with_held_out_prompts():
+    filled, settings = derive(TrainOptions(), on_gpu=False, held_out=True)
+    assert (filled.num_generations_eval, filled.pass_threshold) == (4, 1.0)
+    assert {"num_generations_eval", "pass_threshold"} <= {setting.name for setting in settings}
+    filled, settings = derive(TrainOptions(canary="?"), on_gpu=False)
+    assert (filled.num_generations_eval, filled.pass_threshold) == (None, None)
+    asked = TrainOptions(num_generations_eval=0, pass_threshold=0.5)
+    filled, _ = derive(asked, on_gpu=False, held_out=True)
+    assert (filled.num_generations_eval, filled.pass_threshold) == (0, 0.5)
 
 
 def test_when_to_evaluate_is_derived_only_where_there_is_something_to_ask():
@@ -171,7 +246,7 @@ def test_the_algorithm_and_the_device_decide():
 
 def test_what_the_user_set_stays_and_is_not_listed():
     asked = TrainOptions(
-        algorithm="dapo", scale_rewards="batch", multi_objective_aggregation="normalize_then_sum", epsilon=0.1,
+        algorithm="dapo", scale_rewards="batch", multi_objective_aggregation="sum_then_normalize", epsilon=0.1,
         epsilon_high=0.5, beta=0.1, kl_estimator="k2", num_iterations=2, dynamic_sampling_rounds=1,
         tokens_per_micro_batch=7,
     )  # fmt: skip

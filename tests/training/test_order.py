@@ -55,11 +55,21 @@ def test_no_sequences_no_batches():
 
 
 def test_rows_that_come_in_for_dead_groups_follow_from_step_and_round():
-    drawn = rows_to_refill(3, 1, 1000, 5, seed=2)
-    assert drawn == rows_to_refill(3, 1, 1000, 5, seed=2)
-    others = [rows_to_refill(*place, 1000, 5, seed) for place, seed in [((3, 2), 2), ((4, 1), 2), ((3, 1), 3)]]
+    drawn = rows_to_refill(3, 1, 1000, [], 5, seed=2)
+    assert drawn == rows_to_refill(3, 1, 1000, [], 5, seed=2)
+    others = [rows_to_refill(*place, 1000, [], 5, seed) for place, seed in [((3, 2), 2), ((4, 1), 2), ((3, 1), 3)]]
     assert len({tuple(rows) for rows in [drawn, *others]}) == 4
-    assert sorted(set(rows_to_refill(1, 1, 4, 200, seed=0))) == [0, 1, 2, 3]
+    assert sorted(set(rows_to_refill(1, 1, 4, [], 200, seed=0))) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_they_are_none_of_those_asked_already_as_long_as_there_are_others(seed):
+    taken = [7, 2, 2, 5]
+    assert sorted(rows_to_refill(1, 1, 10, taken, 7, seed)) == [0, 1, 3, 4, 6, 8, 9]
+    more = rows_to_refill(1, 1, 10, taken, 10, seed)
+    assert sorted(more[:7]) == [0, 1, 3, 4, 6, 8, 9]
+    assert sorted(more[7:]) == [2, 5, 7]
+    assert sorted(rows_to_refill(1, 1, 3, [0, 1, 2], 3, seed)) == [0, 1, 2]  # there are no others
 
 
 def test_units_of_several_sequences_count_with_all_of_them():

@@ -11,7 +11,8 @@ from grpo_kit.algorithms import get_algorithm
 from grpo_kit.model import ValueHead
 from grpo_kit.rollout import Completion
 from grpo_kit.training.batch import Sequence
-from grpo_kit.training.options import TrainOptions, derive
+from grpo_kit.training.derive import derive
+from grpo_kit.training.options import TrainOptions
 from grpo_kit.training.passes import Measurement, Sums, Trainee, cut
 from grpo_kit.training.update import Updater
 
@@ -92,6 +93,7 @@ def test_estimates_are_those_of_each_sequence_by_itself(trained, sequences, budg
     assert found.mask.tolist() == [
         [float(s.trained and t < len(s.completion.token_ids)) for t in range(10)] for s in sequences
     ]
+    assert found.tokens.tolist() == [[float(t < len(s.completion.token_ids)) for t in range(10)] for s in sequences]
     for row, sequence in enumerate(sequences):
         tokens = len(sequence.completion.token_ids)
         for name, expected in plain(trainee, sequence).items():

@@ -8,8 +8,9 @@ import time
 import pytest
 
 import grpo_kit as gk
-from grpo_kit.rewards import human
+from grpo_kit.rewards import HumanReward, human
 from grpo_kit.training import resume
+from grpo_kit.training.run_lock import RunLock
 from tests.training.helpers import QUICK, SOON, DrawnEngine, adapter, events, letters, same, until
 
 
@@ -71,13 +72,66 @@ def test_thumbs_are_scores_and_are_kept(begin, model):
     assert not same(adapter(model), before)
 
 
-def test_a_rating_given_after_the_run_stays_in_memory(begin):
+def test_a_rating_given_after_the_run_is_kept_with_it(begin):
     asked = human(time_limit=0.05)
     run = finish(begin(asked, letters, steps=1))
-    kept = len(run.record.ratings())
-    asked.rate(next(iter(asked._closed)), True)
-    assert len(asked.ratings) == kept + 1
-    assert len(run.record.ratings()) == kept
+    question = next(iter(asked._closed.values()))
+    assert not run.record.ratings()
+    asked.rate(question.id, True)
+    (kept,) = run.record.ratings()
+    assert (kept["text"], kept["value"], kept["step"]) == (question.text, 1.0, 1)
+    assert len(run.ratings) == len(asked.ratings) == 1
+    with pytest.raises(RuntimeError, match="closed for writing"):
+        run.record.add_event("warning", "", 1)  # it was opened for that one only
+
+
+class Unattachable(HumanReward):
+    """As if the record's ratings could not be read."""
+
+    run = None
+
+    def attach(self, keep, known):
+        self.run = keep.__self__
+        raise OSError("no such ratings")
+
+
+def test_a_run_that_cannot_reach_its_raters_leaves_nothing_hanging(begin, model, tmp_path):
+    asked = Unattachable()
+    with pytest.raises(OSError, match="no such ratings"):
+        begin(asked)
+    assert model.stop_run is None
+    assert not asked.run.alive
+    RunLock(tmp_path / "run").release()
+    with pytest.raises(RuntimeError, match="closed for writing"):
+        asked.run.record.add_event("warning", "", 0)
+    finish(begin(human(time_limit=0.05), letters, steps=1))  # in the same folder
+
+
+def test_neither_does_one_that_is_to_be_resumed(begin, model, tmp_path):
+    run = finish(begin(human(time_limit=0.05), letters, steps=1))
+    asked = Unattachable()
+    with pytest.raises(OSError, match="no such ratings"):
+        resume(run.directory, model=model, rewards=gk.RewardSet(asked, letters), steps=2)
+    assert model.stop_run is None
+    RunLock(tmp_path / "run").release()
+    with pytest.raises(RuntimeError, match="closed for writing"):
+        asked.run.record.add_event("warning", "", 0)
+    again = resume(run.directory, model=model, rewards=gk.RewardSet(human(time_limit=0.05), letters), steps=2)
+    assert finish(again).step == 2
+
+
+def test_stop_of_an_ended_run_leaves_another_ones_raters_alone(begin, start):
+    asked = human(time_limit=1000)
+    with Person(asked):
+        first = finish(begin(asked, steps=1))
+    second = start(asked, run_dir="second", steps=2)
+    until(lambda: asked.progress().waits)
+    first.stop()
+    assert asked.open()
+    with Person(asked):
+        finish(second)
+    for step in (1, 2):
+        assert {row["scores"]["human"][1] for row in second.record.completions(step)} == {"ok"}
 
 
 def test_a_resumed_run_knows_what_was_said(begin, model, tmp_path):

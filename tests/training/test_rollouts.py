@@ -111,3 +111,36 @@ def test_some_groups():
     assert found.rows == [2, 0]
     assert texts(found) == ["2.0", "2.1", "0.0", "0.1"]
     assert found.totals.tolist() == pytest.approx([10, 12, 2, 2])
+
+
+# ---- each reward by itself ----
+
+SPLIT = [(1.0, 0.0), (0.0, 1.0)]  # two rewards that disagree: the sums are alike
+
+
+def two_rewards(groups):
+    """Of {row: the two answers' two scores}."""
+    rows = [row for row, _ in groups]
+    completions = [Completion([row, i], [-1.0, -1.0], "eos", f"{row}.{i}") for row in rows for i in range(2)]
+    scores = [[Score(value) for value in answer] for _, answers in groups for answer in answers]
+    return Rollouts(rows, completions, ScoreTable(["one", "other"], [1.0, 1.0], scores))
+
+
+def test_a_group_teaches_as_long_as_one_reward_tells_its_answers_apart():
+    found = two_rewards([(0, SPLIT), (1, [(1.0, 0.0)] * 2), (2, [(1.0, 0.0), (1.0, 0.5)]), (3, [(None, 1.0)] * 2)])
+    assert found.dead() == [True, True, False, True]
+    assert found.dead(each_reward=True) == [False, True, False, True]
+
+
+def test_then_it_is_not_replaced():
+    first, draw = two_rewards([(0, SPLIT), (1, [(1.0, 1.0)] * 2)]), []
+
+    def drawn(number, count):
+        draw.append((number, count))
+        return two_rewards([(7 + i, SPLIT) for i in range(count)])
+
+    found = with_live_groups(first, 2, drawn, each_reward=True)
+    assert (found.rows, found.replaced, draw) == ([0, 7], 1, [(1, 1)])
+    draw.clear()
+    found = with_live_groups(first, 2, drawn)  # by their sums all of them are alike
+    assert (found.rows, found.replaced, draw) == ([0, 1], 0, [(1, 2), (2, 2)])

@@ -14,7 +14,9 @@ from grpo_kit.rewards import RewardSet, reward
 from grpo_kit.store import Record
 from grpo_kit.training import Run, RunFailed, resume
 from grpo_kit.training.checkpoint import checkpoints
-from grpo_kit.training.options import TrainOptions, derive
+from grpo_kit.training.derive import derive
+from grpo_kit.training.options import TrainOptions
+from grpo_kit.training.order import rows_of_step
 from grpo_kit.training.prompts import Prompts
 from grpo_kit.training.run_lock import RunLock
 from tests.training.helpers import QUICK, SOON, adapter, events, letters, numbers, same, until
@@ -602,3 +604,22 @@ def test_on_reward_error_pause(start):
     run.wait(SOON)  # known by now: no second pause
     assert run.state == "finished"
     assert len(events(run, "paused")) == 1
+
+
+def test_failures_in_groups_that_are_replaced_are_warnings_too(start):
+    """Both groups drawn first fail, so both are replaced, and no answer kept tells of it."""
+    failing = {row + 1 for row in rows_of_step(1, 5, 2, seed=0)}  # their answers
+
+    def uneven(completion, answer):
+        if answer in failing:
+            raise RuntimeError("division by cucumber")
+        return letters(completion)
+
+    run = start(uneven, steps=1, algorithm="dapo")
+    run.wait(SOON)
+    (row,) = run.record.steps()
+    assert row["refilled_groups"] == 2
+    assert {row["scores"]["uneven"][1] for row in run.record.completions()} == {"ok"}
+    (warning,) = events(run, "warning")
+    assert "uneven: error in 6 of 12 answers" in warning["text"]
+    assert "division by cucumber" in warning["text"]

@@ -71,7 +71,9 @@ def test_transformers_calls_them_so():
 
 
 def test_unknown_names_get_a_hint():
-    with pytest.raises(ValueError, match=r"unknown lr_scheduler_type 'cosin'; there are constant, .*; did you mean 'cosine'\?"):
+    with pytest.raises(
+        ValueError, match=r"unknown lr_scheduler_type 'cosin'; there are constant, .*; did you mean 'cosine'\?"
+    ):
         check_schedule("cosin")
     with pytest.raises(ValueError, match=r"warmup_stable_decay$"):
         learning_rate_factor("zzz", 1, 2, 0)

@@ -10,7 +10,8 @@ import torch
 from grpo_kit.rewards import RewardSet, reward
 from grpo_kit.rollout import Completion, Sampling, stream_seed
 from grpo_kit.store import Record
-from grpo_kit.training.options import TrainOptions, derive
+from grpo_kit.training.derive import derive
+from grpo_kit.training.options import TrainOptions
 from grpo_kit.training.order import rows_of_step
 from grpo_kit.training.prompts import Prompts
 from grpo_kit.training.step import Stepper
@@ -209,3 +210,70 @@ def test_the_same_step_twice_is_the_same(model, record):
     record.forget_after(0)
     make_step(stepper(model, record), 1)
     assert [row["text"] for row in record.completions()] == texts
+
+
+# ---- groups that were replaced ----
+
+
+class Uneven:
+    """Tells the answers of some rows apart only, and raises on some."""
+
+    def __init__(self, dead=(), raises=()):
+        self.dead, self.raises = dead, raises
+
+    def reward(self):
+        @reward(name="uneven")
+        def uneven(completion, answer):
+            if answer in self.raises:
+                raise RuntimeError("oh")
+            return 1.0 if answer in self.dead else float(len(completion))
+
+        return RewardSet(uneven)
+
+
+def test_what_was_drawn_for_groups_that_were_replaced_is_returned_and_counted(model, engine, record):
+    """Both of the step's rows are dead, one of them because its reward fails; of the two drawn for them both live."""
+    failing, dead = rows_of_step(1, 4, 2, seed=0)
+    made = stepper(model, record, Uneven([dead], [failing]).reward(), algorithm="dapo")
+    table = make_step(made)
+    assert [score.reason for score in table.column("uneven")] == ["error"] * 3 + ["ok"] * 9
+    assert (table.names, table.weights) == (["uneven"], [1.0])
+    (row,) = record.steps()
+    assert (row["refilled_groups"], row["dead_groups"]) == (2, 1)
+    assert row["tokens"] == 4 * 9  # of four groups
+    assert row["length"] == 3
+    asked = [prompt for prompt_ids, _, _ in engine.asked for prompt in prompt_ids]
+    assert sorted(asked) == [model.encode(f"{n}?") for n in range(4)]  # no row twice
+    kept = record.completions()
+    assert len(kept) == 6
+    assert {completion["scores"]["uneven"][1] for completion in kept} == {"ok"}
+
+
+def test_without_a_refill_the_scores_are_those_of_the_step(model, engine, record):
+    table = make_step(stepper(model, record, Uneven().reward(), algorithm="dapo"))
+    assert len(table.scores) == 6
+    assert record.steps()[0]["tokens"] == 18
+
+
+def test_each_step_begins_to_count_anew(model, engine, record):
+    made = stepper(model, record, Uneven(range(4)).reward(), algorithm="dapo", dynamic_sampling_rounds=1)
+    assert [len(make_step(made, number).scores) for number in (1, 2)] == [12, 12]
+    assert [row["tokens"] for row in record.steps()] == [36, 36]
+
+
+def test_rewards_normalised_each_by_itself_are_dead_only_together(model, engine, record):
+    """Lengths 2, 4, 1 against −2, −4, −1: the sums are alike, the rewards are not."""
+    both = RewardSet(size, reward(lambda completion: -2.0 * len(completion), name="against"))
+    make_step(stepper(model, record, both, algorithm="dapo", multi_objective_aggregation="normalize_then_sum"))
+    make_step(stepper(model, record, both, algorithm="dapo"), 2)
+    first, second = record.steps()
+    assert (first["dead_groups"], first["refilled_groups"], len(first)) == (0, 0, len(second))
+    assert second["dead_groups"] == 1
+    assert second["tokens"] == 3 * first["tokens"]  # two rounds of two groups, in vain
+
+
+def test_a_critic_learns_from_any_group(model, engine, record):
+    make_step(stepper(model, record, RewardSet(reward(lambda completion: 1.0, name="one")), algorithm="ppo"))
+    (row,) = record.steps()
+    assert row["dead_groups"] is None
+    assert row["grad_norm"] > 0

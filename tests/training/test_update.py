@@ -5,7 +5,10 @@ AdamW's first moment after one step is 0.1 · gradient, which is how the gradien
 
 from __future__ import annotations
 
+import math
 import random
+import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +16,10 @@ import torch
 from grpo_kit.rollout import Completion
 from grpo_kit.training.batch import Sequence
 from grpo_kit.training.credit import Credit
-from grpo_kit.training.options import TrainOptions, derive
+from grpo_kit.training.derive import derive
+from grpo_kit.training.options import TrainOptions
 from grpo_kit.training.update import Updater
-from tests.training.helpers import adapter, same
+from tests.training.helpers import SOON, adapter, same
 
 LENGTHS = [(9, 11), (10, 10), (8, 9), (7, 10), (9, 8), (6, 10), (5, 10), (8, 6)]  # prompt, completion: 20 to 14 tokens
 EIGHT_BY_ONE, FOUR_BY_TWO, ONE_BY_EIGHT = 1, 40, 10_000
@@ -163,6 +167,21 @@ def test_the_first_pass_has_ratio_one_and_the_second_not(trained, sequences):
     assert gradient_of(trained, sequences, ADVANTAGES, num_iterations=2, **options)[1]["clip_ratio"] > 0.2
 
 
+@pytest.mark.parametrize("shift", [0.0, 1.0])
+def test_it_has_whatever_was_estimated_before(trained, sequences, shift):
+    """Estimates are made in another mode of the model and in other micro-batches; they serve the credit only."""
+    before = adapter(trained)
+    made = updater(trained, top_entropy_quantile=0.5, num_iterations=2, epsilon=1e-6, learning_rate=1e-9)
+    estimates = made.measure(sequences, lambda: None)
+    estimates = replace(estimates, logprobs=estimates.logprobs + shift)
+    metrics = made.update(sequences, credit(ADVANTAGES), estimates, lambda: None)
+    put_back(trained, before)
+    plain = updater(trained, top_entropy_quantile=0.5, num_iterations=2, epsilon=1e-6, learning_rate=1e-9)
+    expected = plain.update(sequences, credit(ADVANTAGES), plain.measure(sequences, lambda: None), lambda: None)
+    assert metrics == expected
+    assert metrics["clip_ratio"] < 0.01  # with a ratio of e^-1 about half would be
+
+
 def test_a_sequence_that_is_not_trained_adds_nothing_but_counts(trained, sequences):
     masked = [Sequence(s.prompt_ids, s.completion, trained=i not in (2, 5)) for i, s in enumerate(sequences)]
     silenced = ADVANTAGES.clone()
@@ -171,11 +190,53 @@ def test_a_sequence_that_is_not_trained_adds_nothing_but_counts(trained, sequenc
     assert_close(gradient, plain_gradient(trained, sequences, silenced))
 
 
-def test_a_masked_sequence_is_not_pulled_to_the_reference_either(trained, sequences):
-    masked = [Sequence(s.prompt_ids, s.completion, trained=False) for s in sequences]
-    gradient, metrics = gradient_of(trained, masked, ADVANTAGES, beta=0.5)
-    assert metrics["grad_norm"] == 0
-    assert all(not g.any() for g in gradient.values())
+def with_critic(made, sequences, advantages):
+    """Estimates, and credit of [N, T] with returns, as an algorithm with a critic needs them."""
+    estimates = made.measure(sequences, lambda: None)
+    each = advantages[:, None] * estimates.mask
+    return Credit(each, each + 1, None, {}), estimates
+
+
+def leaving_out(sequences, left_out):
+    return [Sequence(s.prompt_ids, s.completion, trained=i not in left_out) for i, s in enumerate(sequences)]
+
+
+PULLS = [{}, {"beta": 0.5}, {"entropy_coef": 0.1}, {"algorithm": "ppo"}]  # what moves a sequence without an advantage
+
+
+@pytest.mark.parametrize("options", PULLS)
+def test_a_step_with_all_sequences_left_out_moves_nothing(trained, sequences, options):
+    """Neither is there a pull to the reference, an entropy bonus or a critic's loss, nor does momentum go on."""
+    made = updater(trained, **options)
+    critic = made.value_head is not None
+    made.update(
+        sequences, *(with_critic(made, sequences, ADVANTAGES) if critic else (credit(ADVANTAGES), None)), lambda: None
+    )
+    before = {name: parameter.detach().clone() for name, parameter in made.parameters.items()}
+    masked = leaving_out(sequences, range(8))
+    learned_from = with_critic(made, masked, ADVANTAGES) if critic else (credit(ADVANTAGES), None)
+    metrics = made.update(masked, *learned_from, lambda: None)
+    assert (metrics["grad_norm"], metrics["skipped_updates"]) == (0, 0)
+    assert metrics["entropy"] > 0  # the curves go on
+    assert same({name: parameter.detach() for name, parameter in made.parameters.items()}, before)
+
+
+@pytest.mark.parametrize("options", PULLS)
+def test_what_is_left_out_is_not_computed(trained, sequences, options, monkeypatch):
+    made, rows, outputs = updater(trained, num_iterations=1, **options), [], trained.token_outputs
+    masked = leaving_out(sequences, (2, 5))
+    learned_from = (credit(ADVANTAGES), None)
+    if made.value_head is not None:
+        learned_from = with_critic(made, masked, ADVANTAGES)
+
+    def counted(ids, *args):
+        if torch.is_grad_enabled():
+            rows.append(len(ids))
+        return outputs(ids, *args)
+
+    monkeypatch.setattr(trained, "token_outputs", counted)
+    made.update(masked, *learned_from, lambda: None)
+    assert sum(rows) == 6
 
 
 @pytest.mark.parametrize("beta", [0.0, 1e-3])
@@ -199,6 +260,89 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(trained, seq
     put_back(trained, before)
     untouched = gradient_of(trained, sequences, ADVANTAGES)[1]
     assert (metrics["skipped_updates"], metrics["grad_norm"]) == (0, untouched["grad_norm"])
+
+
+class Spoiled:
+    """Makes one entry of a gradient in the middle NaN while `on`."""
+
+    def __init__(self, model):
+        names = list(model.trainable())
+        self.on, self.name = True, next(name for name in names if "layers.1." in name and "lora_B" in name)
+        assert 0 < names.index(self.name) < len(names) - 1
+        self.handle = model.trainable()[self.name].register_hook(self.spoil)
+
+    def spoil(self, gradient):
+        spoiled = gradient.clone()
+        spoiled[0, 0] = math.nan if self.on else spoiled[0, 0]
+        return spoiled
+
+
+@pytest.fixture
+def spoiled(trained):
+    made = Spoiled(trained)
+    yield made
+    made.handle.remove()
+
+
+def test_the_tensor_named_is_the_one_that_is_bad(trained, sequences, spoiled):
+    """Clipping by a norm of NaN would have made them all NaN."""
+    made = updater(trained, max_grad_norm=0.1)
+    metrics = made.update(sequences, credit(ADVANTAGES), None, lambda: None)
+    assert math.isnan(metrics["grad_norm"])
+    (trouble,) = made.troubles
+    assert trouble.startswith("The step's 1 update(s) changed nothing: gradients are not finite.")
+    assert f"First bad tensor: gradient of {spoiled.name}: 1 of " in trouble
+
+
+def test_steps_that_change_nothing_are_told_once_until_one_moves(trained, sequences, spoiled):
+    made = updater(trained)
+
+    def told(bad, advantages=ADVANTAGES):
+        spoiled.on = bad
+        made.update(sequences, credit(advantages), None, lambda: None)
+        found = len(made.troubles)
+        made.troubles.clear()
+        return found
+
+    assert [told(bad) for bad in (True, True, True)] == [1, 0, 0]
+    assert told(True, torch.zeros(8)) == 0
+    assert told(True) == 0  # a step without signal has moved nothing either
+    assert [told(bad) for bad in (False, True, True)] == [0, 1, 0]
+
+
+def test_a_step_of_which_some_updates_are_left_has_changed_something(trained, sequences, spoiled):
+    made, before = updater(trained, num_iterations=2), adapter(trained)
+    gradients = []
+
+    def only_the_first(gradient):
+        gradients.append(gradient)
+        spoiled.on = len(gradients) == 1
+
+    handle = trained.trainable()[spoiled.name].register_hook(only_the_first)
+    spoiled.handle.remove()
+    spoiled.handle = trained.trainable()[spoiled.name].register_hook(spoiled.spoil)
+    metrics = made.update(sequences, credit(ADVANTAGES), None, lambda: None)
+    handle.remove()
+    assert metrics["skipped_updates"] == 1
+    assert not made.troubles
+    assert not same(adapter(trained), before)
+
+
+def test_a_critic_that_is_not_finite_is_named(trained, sequences):
+    made = updater(trained, algorithm="ppo", num_iterations=1)
+    credit_of_tokens, estimates = with_critic(made, sequences, ADVANTAGES)
+    with torch.no_grad():
+        made.value_head.weight[0] = math.nan
+    made.update(sequences, credit_of_tokens, estimates, lambda: None)
+    (trouble,) = made.troubles
+    assert "First bad tensor: the head's values: " in trouble
+
+
+def test_advantages_that_are_not_finite_are_no_fault_of_the_model(trained, sequences):
+    made = updater(trained)
+    made.update(sequences, credit(torch.full((8,), math.inf)), None, lambda: None)
+    (trouble,) = made.troubles
+    assert "all that the model said is finite, advantages or ratios are not" in trouble
 
 
 def test_kl_is_measured_against_the_model_without_adapter(model, sequences):
@@ -235,6 +379,31 @@ def test_the_pause_point_comes_before_each_micro_batch_of_the_first_pass_only(tr
     made = updater(trained, num_iterations=3, tokens_per_micro_batch=FOUR_BY_TWO)
     made.update(sequences, credit(ADVANTAGES), None, lambda: calls.append(1))
     assert len(calls) == 4
+
+
+def test_questions_are_answered_between_the_micro_batches_of_later_passes(trained, sequences):
+    """The lock is held all the time, and given up for a moment only."""
+    options = {"num_iterations": 4, "tokens_per_micro_batch": FOUR_BY_TWO}
+    start = adapter(trained)
+    updater(trained, **options).update(sequences, credit(ADVANTAGES), None, lambda: None)
+    undisturbed = adapter(trained)
+    put_back(trained, start)
+
+    made, answered, pauses = updater(trained, **options), threading.Event(), []
+    asker = threading.Thread(target=lambda: (trained.generate("why?", max_tokens=2), answered.set()), daemon=True)
+
+    def ask_before_the_last():
+        pauses.append(1)
+        if len(pauses) == 4:
+            asker.start()
+            while not trained.lock.wanted:
+                pass
+
+    with trained.lock:
+        made.update(sequences, credit(ADVANTAGES), None, ask_before_the_last)
+        assert answered.wait(SOON)
+    asker.join(SOON)
+    assert same(adapter(trained), undisturbed)
 
 
 def test_what_a_pause_point_raises_leaves_the_weights(trained, sequences):
