@@ -3,9 +3,9 @@
     python benchmarks/human_feedback.py
 
 15 steps with `rewards.human()` as the only reward: a thread looks at the open questions as a person would at the rating
-panel, and gives a thumb up to answers of at most 40 characters and a thumb down to others. Then a small reward model is
-fitted on these ratings, and 15 more steps are made with it and nobody there, from the untrained adapter. Writes
-benchmarks/results/human_feedback.md and .json.
+panel, and gives a thumb up to the shorter half of the answers that it sees, and a thumb down to the longer half. Then a
+small reward model is fitted on these ratings, and 15 more steps are made with it and nobody there, from the untrained
+adapter. Writes benchmarks/results/human_feedback.md and .json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 SMOLLM2 = os.environ.get("SMOLLM2", "HuggingFaceTB/SmolLM2-135M-Instruct")  # or the path of its GGUF file
-STEPS, SHORT = 15, 40
+STEPS = 15
 QUESTIONS = [
     f"{what} {thing}?"
     for what in ("What is", "Tell me about", "Do you like", "Where do I find")
@@ -73,8 +73,9 @@ def main() -> None:
 def rate(run: Any, people: Any) -> None:
     """What a person does with the rating panel, until the run ends."""
     while run.alive:
-        for question in people.open():
-            people.rate(question.id, len(question.text.strip()) <= SHORT)
+        questions = sorted(people.open(), key=lambda question: len(question.text.strip()))
+        for place, question in enumerate(questions):
+            people.rate(question.id, up=2 * place < len(questions))
         time.sleep(0.05)
 
 
@@ -85,8 +86,9 @@ def table(row: dict[str, Any]) -> str:
     return (
         f"# A person who likes short answers\n\n{row['hardware']}, {row['versions']}, {row['date']}; "
         f"SmolLM2-135M-Instruct, {STEPS} steps of 4x4 answers of at most 32 tokens to open questions, learning rate "
-        f"3e-4. {row['ratings']} scripted ratings, {row['thumbs_up']:.0%} of them thumbs up (at most {SHORT} "
-        f"characters).\n\n| reward | mean tokens, first three steps | last three steps |\n| --- | --- | --- |\n"
+        f"3e-4. {row['ratings']} scripted ratings, {row['thumbs_up']:.0%} of them thumbs up (the shorter half "
+        f"of each step's answers).\n\n"
+        f"| reward | mean tokens, first three steps | last three steps |\n| --- | --- | --- |\n"
         f"| people, while training waits | {ends(row['length_rated'])} |\n"
         f"| a model fitted on those ratings, nobody there | {ends(row['length_fitted'])} |\n\n"
         f"The fitted model: {row['fitted']}\n"
