@@ -20,10 +20,11 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbconvert import HTMLExporter
-from nbconvert.preprocessors import CoalesceStreamsPreprocessor
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor, Preprocessor
 from nbformat import NotebookNode
 
 BUILD = Path(__file__).resolve().parent.parent / "build"
+PLOTLY = "application/vnd.plotly.v1+json"
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -62,9 +63,25 @@ class Runner(NotebookClient):
         return super().output(outs, msg, display_id, cell_index)
 
 
+class PlotlyFigures(Preprocessor):
+    """Gives each plotly figure an HTML form; the first one brings plotly's script along, so that the page fetches
+    nothing."""
+
+    def preprocess(self, notebook: NotebookNode, resources: dict[str, Any]) -> tuple[NotebookNode, dict[str, Any]]:
+        found = [output.data for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
+        figures = [data for data in found if PLOTLY in data]
+        for place, data in enumerate(figures):
+            from plotly import io
+
+            figure = {key: data[PLOTLY][key] for key in ("data", "layout")}
+            data["text/html"] = io.to_html(figure, full_html=False, include_plotlyjs=place == 0, validate=False)
+        return notebook, resources
+
+
 def write_page(notebook: NotebookNode, name: str) -> Path:
     exporter = HTMLExporter(mathjax_url="", require_js_url="", jquery_url="", embed_images=True)
     exporter.register_preprocessor(CoalesceStreamsPreprocessor, enabled=True)  # a progress bar is one line
+    exporter.register_preprocessor(PlotlyFigures, enabled=True)
     page, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": name}})
     BUILD.mkdir(exist_ok=True)
     path = BUILD / f"{name}.html"

@@ -45,3 +45,12 @@ def test_a_failing_cell_ends_with_its_traceback(script: Path) -> None:
     assert "before" in result.stdout and "[3/3" not in result.stdout
     assert "ZeroDivisionError: division by zero" in result.stderr and "1 / 0" in result.stderr
     assert "ZeroDivisionError" in (script.parent.parent / "build/small.html").read_text(encoding="utf-8")
+
+
+def test_plotly_figures_are_in_the_page_with_one_script_for_all(script: Path) -> None:
+    draw = "import plotly.graph_objects as go\ngo.Figure(go.Scatter(y=[1, 2], name='a curve'))"
+    result = run(script, draw, draw)
+    assert result.returncode == 0, result.stderr
+    page = (script.parent.parent / "build/small.html").read_text(encoding="utf-8")
+    assert page.count("Plotly.newPlot(") >= 2 and page.count("a curve") >= 2
+    assert page.count("plotly.js v") == 1 and "cdn.plot.ly/plotly" not in page
