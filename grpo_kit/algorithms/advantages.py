@@ -69,17 +69,17 @@ def normalized_per_reward(scores: Tensor, weights: Tensor, num_generations: int)
     total = (each * weights.to(each)).nansum(-1)
     total = total.masked_fill(scores.isnan().all(-1), torch.nan)
     advantages = (total - total.nanmean()) / (_nanstd(total, 0) + STD_FLOOR)
-    dead = torch.stack([dead_groups(column, num_generations) for column in columns]).all(0)  # [P]
+    dead = dead_groups(scores, num_generations)  # [P]
     return advantages.nan_to_num(0.0).masked_fill(dead.repeat_interleave(num_generations), 0.0)
 
 
 def dead_groups(rewards: Tensor, num_generations: int) -> Tensor:
     """Which groups hold no signal, bool [P]: all scored alike, or fewer than two scored. rewards [N] ordered by
-    group."""
-    groups = rewards.float().view(-1, num_generations)
-    lowest = groups.nan_to_num(torch.inf).amin(-1)
-    highest = groups.nan_to_num(-torch.inf).amax(-1)
-    return highest - lowest < 1e-6
+    group, or [N, K], where that holds for each of the K columns."""
+    groups = rewards.float().reshape(-1, num_generations, rewards[0].numel())  # [P, G, K]
+    lowest = groups.nan_to_num(torch.inf).amin(1)
+    highest = groups.nan_to_num(-torch.inf).amax(1)
+    return (highest - lowest < 1e-6).all(-1)
 
 
 def _grouped(rewards: Tensor, num_generations: int) -> Tensor:

@@ -21,6 +21,7 @@ from grpo_kit.algorithms import (
 )
 from grpo_kit.rewards import ScoreTable
 from grpo_kit.training.options import TrainOptions
+from grpo_kit.training.rollouts import score_tensor
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,7 @@ def give_credit(
 
 def _within_groups(options: TrainOptions, totals: Tensor, table: ScoreTable) -> Tensor:
     if options.multi_objective_aggregation == "normalize_then_sum":
-        scores = [[torch.nan if score.value is None else score.value for score in row] for row in table.scores]
-        return normalized_per_reward(torch.tensor(scores), torch.tensor(table.weights), options.num_generations)
+        return normalized_per_reward(score_tensor(table), torch.tensor(table.weights), options.num_generations)
     assert options.scale_rewards is not None
     return group_advantages(totals, options.num_generations, options.scale_rewards)
 

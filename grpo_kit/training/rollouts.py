@@ -36,13 +36,7 @@ class Rollouts:
     def dead(self, each_reward: bool = False) -> list[bool]:
         """Which groups teach nothing, [P]: those whose totals are alike or, where every reward is normalised by itself,
         whose scores are alike in each reward."""
-        if not each_reward:
-            return dead_groups(self.totals, self.group_size).tolist()
-        columns = [
-            [torch.nan if score.value is None else score.value for score in self.table.column(name)]
-            for name in self.table.names
-        ]
-        return torch.stack([dead_groups(torch.tensor(c), self.group_size) for c in columns]).all(0).tolist()
+        return dead_groups(score_tensor(self.table) if each_reward else self.totals, self.group_size).tolist()
 
     def groups(self, chosen: list[int]) -> Rollouts:
         """Some of the groups."""
@@ -50,6 +44,11 @@ class Rollouts:
         scores = [self.table.scores[i] for i in each]
         rows, completions = [self.rows[g] for g in chosen], [self.completions[i] for i in each]
         return Rollouts(rows, completions, ScoreTable(self.table.names, self.table.weights, scores))
+
+
+def score_tensor(table: ScoreTable) -> Tensor:
+    """The unweighted scores, [N, K], NaN where a reward did not apply."""
+    return torch.tensor([[torch.nan if value is None else value for value in row] for row in table.values])
 
 
 def with_live_groups(
