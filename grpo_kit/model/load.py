@@ -30,6 +30,7 @@ def load_model(
     engine: str = "auto",
     seed: int = 0,
     trust_remote_code: bool = False,
+    double_quant: bool = False,
 ) -> Model:
     """Load a causal language model, freeze it, and give it a fresh LoRA adapter on all linear layers.
 
@@ -41,6 +42,7 @@ def load_model(
     dtype:          "float16", "bfloat16" or "float32" for everything that is not 4-bit; None chooses by the hardware.
     fast_inference: sample with the fastest engine there is; `engine` names one instead.
     seed:           of the adapter's start. trust_remote_code: run code that the checkpoint brings; off unless asked.
+    double_quant:   the scales of the 4-bit blocks in 8 bits too: 4.13 bits a weight instead of 4.5 (QLoRA, section 3).
 
     Only one model is kept in memory: the same call again returns the model that is there, with what it has learned; a
     call with other arguments stops a live run, frees the old model and loads the new one.
@@ -59,6 +61,7 @@ def load_model(
         engine=engine,
         seed=seed,
         trust_remote_code=trust_remote_code,
+        double_quant=double_quant,
     )
     _check(options)
     if _loaded is not None and _loaded.options == options and _loaded._module is not None:
@@ -67,6 +70,7 @@ def load_model(
     source = find_source(name_or_path, trust_remote_code)
     config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code)
     _check_length(options, config)
+    _check_double_quant(options, config)
     if _loaded is not None:
         _loaded.unload()
         _loaded = None
@@ -81,6 +85,8 @@ def _check(options: LoadOptions) -> None:
         value = getattr(options, name)
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    if options.double_quant and not options.load_in_4bit:
+        raise ValueError("double_quant=True quantizes the scales of 4-bit weights: it needs load_in_4bit=True")
 
 
 def _check_length(options: LoadOptions, config: Any) -> None:
@@ -88,6 +94,15 @@ def _check_length(options: LoadOptions, config: Any) -> None:
     if limit is not None and options.max_seq_length > limit:
         raise ValueError(
             f"max_seq_length={options.max_seq_length} is more than {options.name_or_path} was made for ({limit} tokens)"
+        )
+
+
+def _check_double_quant(options: LoadOptions, config: Any) -> None:
+    made_with = getattr(config, "quantization_config", None)
+    if options.double_quant and made_with and not made_with.get("bnb_4bit_use_double_quant"):
+        raise ValueError(
+            f"{options.name_or_path} is quantized already, without double quantization, and is taken as it is: load it "
+            "without double_quant, or quantize the 16-bit model anew"
         )
 
 
@@ -138,16 +153,27 @@ def _weights(
         settings["device_map"] = {"": precision.device}
     elif options.load_in_4bit:
         settings["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=precision.dtype
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=options.double_quant,
+            bnb_4bit_compute_dtype=precision.dtype,
         )
         settings["device_map"] = {"": precision.device}
         notes.append(("quantization", "NF4, blocks of 64", "load_in_4bit"))
     module = AutoModelForCausalLM.from_pretrained(path, **settings)
     if not settings.get("device_map"):
         torch.nn.Module.to(module, precision.device)
+    if options.double_quant:
+        notes.append(("double quantization", f"{_scales_saved(module) / 1e6:.1f} MB saved", "double_quant"))
     _compute_in(module, precision.dtype)
     _check_head(module, options)
     return module
+
+
+def _scales_saved(module: PreTrainedModel) -> int:
+    """Bytes that double quantization saves: a float32 scale becomes one byte, and each 256 of them share a float32."""
+    states = [weight.quant_state for weight in module.parameters() if hasattr(weight, "quant_state")]
+    return sum(3 * state.absmax.numel() - 4 * state.state2.absmax.numel() for state in states)
 
 
 def _check_head(module: PreTrainedModel, options: LoadOptions) -> None:

@@ -41,6 +41,7 @@ class LoadOptions:
     engine: str
     seed: int
     trust_remote_code: bool
+    double_quant: bool = False
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,42 @@ def test_a_checkpoint_that_is_quantized_already_is_taken_as_it_is(
     two_steps(model, tmp_path / "run")
 
 
+def stored_bytes(model: Model) -> int:
+    """Of the 4-bit layers: packed weights and what is needed to read them."""
+    layers = [x.weight for x in model.causal_lm.modules() if isinstance(x, bitsandbytes.nn.Linear4bit)]
+    scales = [state for x in layers for state in (x.quant_state, x.quant_state.state2) if state is not None]
+    return sum(x.nbytes for x in layers) + sum(state.absmax.nbytes for state in scales)
+
+
+def test_double_quantization_saves_what_its_note_says_and_trains(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+    path = str(tiny_checkpoint(tie=False, **shape))
+    plain = stored_bytes(load_model(path, max_seq_length=96, lora_rank=4))
+    model = load_model(path, max_seq_length=96, lora_rank=4, double_quant=True)
+    saved = plain - stored_bytes(model)
+    # a block of 64 weights had a scale of 4 bytes; now of 1, with 4 more for each 256 blocks of a matrix
+    blocks = [256, 128, 128, 256, 512, 512, 512]
+    assert saved == 2 * sum(3 * n - 4 * -(-n // 256) for n in blocks)
+    assert ("double quantization", f"{saved / 1e6:.1f} MB saved", "double_quant") in model.notes
+    two_steps(model, tmp_path / "run")
+
+
+def test_double_quantization_of_a_checkpoint_that_is_quantized_otherwise_is_refused(
+    tiny_checkpoint: Tiny, tmp_path: Path
+) -> None:
+    source = tiny_checkpoint()
+    for double in (False, True):
+        plan = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double)
+        AutoModelForCausalLM.from_pretrained(
+            source, quantization_config=plan, dtype=torch.float32, device_map={"": "cpu"}
+        ).save_pretrained(tmp_path / str(double))
+        AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path / str(double))
+    with pytest.raises(ValueError, match="quantized already, without double quantization"):
+        load_model(str(tmp_path / "False"), max_seq_length=64, double_quant=True)
+    loaded = load_model(str(tmp_path / "True"), max_seq_length=64, double_quant=True)
+    assert "double quantization" in {what for what, _, _ in loaded.notes}
+
+
 def test_a_quantized_head_is_refused(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
     source, folder = tiny_checkpoint(tie=False), tmp_path / "quantized"
     plan = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["q_proj"])
@@ -183,6 +219,11 @@ def test_a_call_that_cannot_work_leaves_the_loaded_model_alone(tiny_checkpoint: 
 def test_options_that_cannot_work_are_refused_at_once(option: str, value: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         load_model("not/looked-for", **{option: value})
+
+
+def test_double_quantization_without_4bit_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs load_in_4bit=True"):
+        load_model("not/looked-for", load_in_4bit=False, double_quant=True)
 
 
 def test_what_was_derived_is_in_the_notes(tiny_checkpoint: Tiny) -> None:
