@@ -18,11 +18,12 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo_kit.kernels import linear_logprob
+from grpo_kit.kernels import Offload, Packed, gather, linear_logprob
 from grpo_kit.model.chat import Chat, Prompt
 from grpo_kit.model.lock import ModelLock
 from grpo_kit.model.lora import lora_parameters, reset_lora, save_lora
 from grpo_kit.model.precision import Precision
+from grpo_kit.model.trunk import Trunk
 from grpo_kit.model.value_head import ValueHead
 from grpo_kit.rollout import Completion, Engine, Sampling
 
@@ -72,6 +73,8 @@ class Model:
     ):
         self._module: PeftModel | None = module
         self.chat, self.engine, self.precision, self.options, self.notes = chat, engine, precision, options, notes
+        self.trunk = Trunk(module, precision, options.max_seq_length)
+        self.notes.append(("training pass", *self.trunk.in_words()))
         self.lock = ModelLock()
         self.max_seq_length = options.max_seq_length
         self.stop_run: Callable[[], None] | None = None  # set by a live run: asks it to stop and waits until it has
@@ -167,6 +170,7 @@ class Model:
         with self.lock:
             self._module = None
             self.__dict__.pop("engine", None)
+            self.__dict__.pop("trunk", None)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -218,34 +222,42 @@ class Model:
 
     def token_outputs(
         self,
-        ids: Tensor,
-        mask: Tensor,
+        packed: Packed,
         first: Tensor,
         width: int,
         temperature: float,
         value_head: ValueHead | None = None,
+        offload: Offload | None = None,
     ) -> TokenOutputs:
-        """What the model says of each row's completion tokens.
+        """What the model says of each sequence's completion tokens.
 
-        ids, mask [B, S]: prompt and completion, padded on the right. first [B]: where the completion starts. width: the
-        longest completion. The heads run over completion tokens only.
+        packed: B sequences of prompt and completion. first [B]: where in each the completion starts. width: the longest
+        completion. offload keeps in the host's memory what backward needs. The heads run over completion tokens only.
         """
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        with torch.autocast(
-            self.precision.device.type, self.precision.dtype, enabled=self.precision.dtype != torch.float32
-        ):
-            hidden = self.causal_lm.get_decoder()(
-                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
-            ).last_hidden_state  # [B, S, H]
-        at = first[:, None] + torch.arange(width, device=ids.device)  # [B, width]: columns of the completion tokens
-        real = at < mask.sum(-1, keepdim=True)
+        return self._heads(self.trunk.hidden(packed, offload), packed, first, width, temperature, value_head)
+
+    def token_outputs_of_modules(self, packed: Packed, first: Tensor, width: int, temperature: float) -> TokenOutputs:
+        """The same through transformers' own modules, for those who look at them."""
+        return self._heads(self.trunk.plain(packed), packed, first, width, temperature, None)
+
+    def _heads(
+        self,
+        hidden: Tensor,
+        packed: Packed,
+        first: Tensor,
+        width: int,
+        temperature: float,
+        value_head: ValueHead | None,
+    ) -> TokenOutputs:
+        at = first[:, None] + torch.arange(width, device=first.device)  # [B, width]: columns of the completion tokens
+        real = at < packed.mask.sum(-1, keepdim=True)
         rows, columns = real.nonzero(as_tuple=True)
         source = at[rows, columns]
-        before = hidden[rows, source - 1]  # [M, H]: what the model knew before each token
+        before = gather(hidden, packed.rows[rows, source - 1], packed.shared)  # [N, H]: what the model knew before each token
         flat_logprob, flat_entropy = linear_logprob(
             before,
             self.causal_lm.get_output_embeddings().weight,
-            ids[rows, source],
+            packed.ids[packed.rows[rows, source]],
             temperature=temperature,
             **self._head_options(),
         )

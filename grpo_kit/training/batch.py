@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_kit.kernels import Packed, pack
 from grpo_kit.rollout import Completion
 
 
@@ -24,13 +25,11 @@ class Sequence:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B sequences, padded on the right: ids and mask [B, S], first [B] (where completions start), and over the longest
-    completion T: token_mask [B, T] (1 where a token exists), loss_mask [B, T] (1 where it is trained), sampled [B, T]
-    (the engine's logprobs)."""
+    """B sequences, packed; first [B] (where completions start in them), and over the longest completion T: token_mask
+    [B, T] (1 where a token exists), loss_mask [B, T] (1 where it is trained), sampled [B, T] (the engine's logprobs)."""
 
     indices: list[int]
-    ids: Tensor
-    mask: Tensor
+    packed: Packed
     first: Tensor
     token_mask: Tensor
     loss_mask: Tensor
@@ -42,21 +41,16 @@ class MicroBatch:
 
 
 def collate(sequences: list[Sequence], indices: list[int], device: torch.device) -> MicroBatch:
-    """Put the chosen sequences side by side. Pads are id 0 behind a zero mask: no id has a meaning there."""
+    """Put the chosen sequences together; a prompt that several of them have is there once."""
     chosen = [sequences[i] for i in indices]
-    longest = max(map(len, chosen))
     width = max(len(s.completion.token_ids) for s in chosen)
-    ids = torch.zeros(len(chosen), longest, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
     token_mask = torch.zeros(len(chosen), width)
     sampled = torch.zeros(len(chosen), width)
     for row, sequence in enumerate(chosen):
         tokens = len(sequence.completion.token_ids)
-        ids[row, : len(sequence)] = torch.tensor(sequence.prompt_ids + sequence.completion.token_ids)
-        mask[row, : len(sequence)] = 1
         token_mask[row, :tokens] = 1
         sampled[row, :tokens] = torch.tensor(sequence.completion.logprobs)
     trained = torch.tensor([[float(s.trained)] for s in chosen])
     first = torch.tensor([len(s.prompt_ids) for s in chosen])
-    moved = [t.to(device) for t in (ids, mask, first, token_mask, token_mask * trained, sampled)]
-    return MicroBatch(indices, *moved)
+    packed = pack([(s.prompt_ids, s.completion.token_ids) for s in chosen], device)
+    return MicroBatch(indices, packed, *(t.to(device) for t in (first, token_mask, token_mask * trained, sampled)))

@@ -3,6 +3,9 @@ needs no state."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
 import torch
 
 from grpo_kit.rollout import stream_seed
@@ -28,19 +31,63 @@ def _shuffled(epoch: int, rows: int, seed: int) -> list[int]:
     return torch.randperm(rows, generator=generator).tolist()
 
 
-def micro_batches(lengths: list[int], token_budget: int, sizes: list[int] | None = None) -> list[list[int]]:
-    """Cut sequences into batches of at most `token_budget` tokens, padding included; a longer sequence goes alone.
+def micro_batches(units: list[list[Tokens]], token_budget: int) -> list[list[int]]:
+    """Cut sequences into packed batches of at most `token_budget` tokens; a unit that has more goes alone.
 
-    lengths: tokens of each sequence, or of the longest one of each unit of `sizes` sequences that stay together.
-    Returns lists of indices, longest sequences first, so that little is padded and the step that would run out of
-    memory does so at its start.
+    units: sequences that stay together, mostly one each. A prompt counts once in a batch, so those with the same one
+    follow each other; and the longest come first, so that a step that would run out of memory does so at its start.
+    Returns lists of indices of units.
     """
-    sizes = sizes or [1] * len(lengths)
+    return _cut(units, _by_prompt(units), token_budget, _packed)
+
+
+def padded_micro_batches(units: list[list[Tokens]], token_budget: int) -> list[list[int]]:
+    """The same for a model that takes its sequences padded to the longest: padding counts, so they are sorted by
+    length alone."""
+    order = sorted(range(len(units)), key=lambda i: (-max(map(_length, units[i])), i))
+    return _cut(units, order, token_budget, _padded)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of one sequence: its prompt (any name for it), that one's tokens, and the completion's."""
+
+    prompt: Hashable
+    before: int
+    own: int
+
+
+def _cut(
+    units: list[list[Tokens]], order: list[int], token_budget: int, size: Callable[[list[Tokens]], int]
+) -> list[list[int]]:
     batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        longest = lengths[batches[-1][0]] if batches else 0
-        if batches and (sum(sizes[i] for i in batches[-1]) + sizes[index]) * longest <= token_budget:
+    inside: list[Tokens] = []
+    for index in order:
+        if batches and size(inside + units[index]) <= token_budget:
             batches[-1].append(index)
+            inside = inside + units[index]
         else:
             batches.append([index])
+            inside = units[index]
     return batches
+
+
+def _by_prompt(units: list[list[Tokens]]) -> list[int]:
+    longest: dict[Hashable, int] = {}
+    for unit in units:
+        prompt = unit[0].prompt
+        longest[prompt] = max(longest.get(prompt, 0), *map(_length, unit))
+    rank = {prompt: place for place, prompt in enumerate(sorted(longest, key=lambda p: -longest[p]))}
+    return sorted(range(len(units)), key=lambda i: (rank[units[i][0].prompt], -max(map(_length, units[i])), i))
+
+
+def _length(tokens: Tokens) -> int:
+    return tokens.before + tokens.own
+
+
+def _packed(sequences: list[Tokens]) -> int:
+    return sum({s.prompt: s.before for s in sequences}.values()) + sum(s.own for s in sequences)
+
+
+def _padded(sequences: list[Tokens]) -> int:
+    return len(sequences) * max(map(_length, sequences))

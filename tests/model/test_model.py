@@ -12,6 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_kit.kernels import pack
 from grpo_kit.model import Model, load
 from grpo_kit.rollout import Sampling
 from tests.tiny import CHATML, EOS
@@ -104,16 +105,13 @@ HEADS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("architecture", HEADS)
 def test_logprobs_equal_a_plain_forward_pass(architecture: str, tiny_checkpoint: Tiny) -> None:
-    """Ragged rows padded on the right, temperature, entropy; and 0 where a row has no token."""
+    """Ragged rows, temperature, entropy; and 0 where a row has no token."""
     model = load.load_model(str(tiny_checkpoint(architecture, **HEADS[architecture])), **OPTIONS)
     learn_something(model)
     rows = [(list(range(5)), [9, 8, 7]), (list(range(40, 43)), [1]), (list(range(60, 80)), [3, 4, 5, 6, 7])]
-    longest = max(len(prompt) + len(answer) for prompt, answer in rows)
-    ids = torch.tensor([(prompt + answer + [0] * longest)[:longest] for prompt, answer in rows])
-    mask = torch.tensor([([1] * (len(prompt) + len(answer)) + [0] * longest)[:longest] for prompt, answer in rows])
     first = torch.tensor([len(prompt) for prompt, _ in rows])
     with torch.no_grad():
-        outputs = model.token_outputs(ids, mask, first, width=5, temperature=0.7)
+        outputs = model.token_outputs(pack(rows), first, width=5, temperature=0.7)
         logprobs, entropy = outputs.logprobs, outputs.entropy
         for row, (prompt, answer) in enumerate(rows):
             logits = model.module(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import grpo_kit as gk
+from grpo_kit.kernels import pack
 from grpo_kit.model import ValueHead
 
 CPU = torch.device("cpu")
@@ -55,9 +56,9 @@ def test_the_model_puts_a_value_before_each_completion_token(tiny_checkpoint, dt
         head.weight.copy_(torch.linspace(-1, 1, len(head.weight)))
         head.bias.fill_(1.0)
         ids = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 0, 0]])
-        mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-        outputs = model.token_outputs(ids, mask, torch.tensor([2, 1]), 3, 1.0, head)
-        assert model.token_outputs(ids, mask, torch.tensor([2, 1]), 3, 1.0).values is None
+        packed = pack([([5, 6], [7, 8, 9]), ([5], [6, 7])])
+        outputs = model.token_outputs(packed, torch.tensor([2, 1]), 3, 1.0, head)
+        assert model.token_outputs(packed, torch.tensor([2, 1]), 3, 1.0).values is None
         assert outputs.values.dtype == torch.float32
         close = 1e-4 if dtype == "float32" else 0.1
         for row, (length, start) in enumerate([(5, 2), (3, 1)]):

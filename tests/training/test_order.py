@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from grpo_kit.training.order import micro_batches, rows_of_step, rows_to_refill
+from grpo_kit.training.order import Tokens, micro_batches, padded_micro_batches, rows_of_step, rows_to_refill
 
 
 @pytest.mark.parametrize("per_step", [1, 3, 10, 25])  # 3 and 25 do not divide the epoch of 10
@@ -33,25 +33,52 @@ def test_one_row_is_enough():
     assert rows_of_step(3, 1, 4, seed=0) == [0, 0, 0, 0]
 
 
+def alone(*lengths):
+    """Units of one sequence each, of which no two have a prompt in common."""
+    return [[Tokens(i, 0, length)] for i, length in enumerate(lengths)]
+
+
 @pytest.mark.parametrize("budget", [1, 30, 64, 200, 100_000])
-def test_micro_batches_hold_the_budget_with_padding_and_every_index_once(budget):
+def test_packed_batches_hold_the_budget_and_every_index_once(budget):
+    draw = random.Random(budget)
+    units = [[Tokens(i // 4, 10 + i // 4, draw.randint(1, 60))] for i in range(40)]
+    batches = micro_batches(units, budget)
+    assert sorted(index for batch in batches for index in batch) == list(range(40))
+    for batch in batches:
+        tokens = [units[i][0] for i in batch]
+        prompts = {t.prompt: t.before for t in tokens}
+        assert len(batch) == 1 or sum(prompts.values()) + sum(t.own for t in tokens) <= budget
+
+
+@pytest.mark.parametrize("budget", [1, 30, 64, 200, 100_000])
+def test_padded_batches_hold_the_budget_with_padding_and_every_index_once(budget):
     lengths = [random.Random(budget).randint(1, 60) for _ in range(40)]
-    batches = micro_batches(lengths, budget)
+    batches = padded_micro_batches(alone(*lengths), budget)
     assert sorted(index for batch in batches for index in batch) == list(range(40))
     for batch in batches:
         assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= budget
 
 
-def test_a_sequence_longer_than_the_budget_goes_alone():
-    assert micro_batches([3, 50, 4], 10) == [[1], [2, 0]]
+@pytest.mark.parametrize("cut", [micro_batches, padded_micro_batches])
+def test_a_sequence_longer_than_the_budget_goes_alone(cut):
+    assert cut(alone(3, 50, 4), 10) == [[1], [2, 0]]
 
 
-def test_the_longest_come_first_and_equal_ones_in_order():
-    assert micro_batches([2, 5, 2, 5], 10) == [[1, 3], [0, 2]]
+@pytest.mark.parametrize("cut", [micro_batches, padded_micro_batches])
+def test_the_longest_come_first_and_equal_ones_in_order(cut):
+    assert cut(alone(2, 5, 2, 5), 10) == [[1, 3], [0, 2]]
 
 
-def test_no_sequences_no_batches():
-    assert micro_batches([], 10) == []
+@pytest.mark.parametrize("cut", [micro_batches, padded_micro_batches])
+def test_no_sequences_no_batches(cut):
+    assert cut([], 10) == []
+
+
+def test_a_prompt_counts_once_so_its_answers_follow_each_other():
+    units = [[Tokens("a", 5, 3)], [Tokens("b", 5, 9)], [Tokens("a", 5, 2)], [Tokens("b", 5, 1)]]
+    assert micro_batches(units, 15) == [[1, 3], [0, 2]]
+    assert micro_batches(units, 25) == [[1, 3, 0, 2]]  # 5 + 9 + 1 and 5 + 3 + 2
+    assert padded_micro_batches(units, 28) == [[1, 0], [2, 3]]
 
 
 def test_rows_that_come_in_for_dead_groups_follow_from_step_and_round():
@@ -73,6 +100,7 @@ def test_they_are_none_of_those_asked_already_as_long_as_there_are_others(seed):
 
 
 def test_units_of_several_sequences_count_with_all_of_them():
-    assert micro_batches([10, 10, 10], 40, [2, 2, 2]) == [[0, 1], [2]]
-    assert micro_batches([10, 5, 4], 25, [1, 1, 2]) == [[0, 1], [2]]
-    assert micro_batches([10], 5, [2]) == [[0]]  # never cut
+    pairs = [[Tokens(i, 5, 5), Tokens(i, 5, 4)] for i in range(3)]
+    assert micro_batches(pairs, 28) == [[0, 1], [2]]
+    assert padded_micro_batches(pairs, 40) == [[0, 1], [2]]
+    assert micro_batches(pairs[:1], 5) == [[0]]  # never cut

@@ -1,0 +1,140 @@
+"""One decoder layer of the Llama kind as a unit that is computed again in backward.
+
+    x₁ = x + o(attention(rotary(q, k), v)),  q, k, v = projections of norm(x)
+    y  = x₁ + down(silu(gate(h)) · up(h)),   h = norm(x₁)
+
+Forward keeps x alone, here or in the host's memory. Backward computes the attention half again, then takes the MLP in
+tiles of rows, each once: only what its own gradient needs, so `down` is not computed again. Knows tensors only; which
+models have such layers is not its business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kit.kernels.attention import Attention, causal_attention
+from grpo_kit.kernels.lora_linear import Group, lower, project, project_backward
+from grpo_kit.kernels.offload import Offload
+from grpo_kit.kernels.packing import Packed
+from grpo_kit.kernels.rms_norm import rms_norm
+from grpo_kit.kernels.rotary import rotary
+from grpo_kit.kernels.swiglu import swiglu
+
+TILE = 4096  # enough to keep a large GPU busy
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """The weights of one layer. Norms [H]; query_norm, key_norm [D] or None. scale: of the attention scores."""
+
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    qkv: Group
+    out: Group
+    gate_up: Group
+    down: Group
+    head_dim: int
+    scale: float
+    eps: float
+
+    @property
+    def groups(self) -> tuple[Group, Group, Group, Group]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What all layers of a pass share. cos, sin [M, D]. check() is called before each layer, in both directions; what
+    it raises ends the pass. tile: rows of the MLP at once."""
+
+    packed: Packed
+    cos: Tensor
+    sin: Tensor
+    attention: Attention
+    check: Callable[[], None]
+    tile: int = TILE
+
+
+def decoder_layer(x: Tensor, layer: DecoderLayer, around: Surroundings, offload: Offload | None) -> Tensor:
+    """x [M, H] → [M, H]; differentiable in x and in LoRA's weights. offload keeps x until backward."""
+    lora = [weight for group in layer.groups for weight in group.lora]
+    return _Layer.apply(x, layer, around, offload, *lora)
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, layer: DecoderLayer, around: Surroundings, offload: Offload | None, *lora: Tensor
+    ) -> Tensor:
+        around.check()
+        if any(ctx.needs_input_grad):
+            ctx.layer, ctx.around, ctx.offload = layer, around, offload
+            if offload is None:
+                ctx.save_for_backward(x)
+            else:
+                ctx.kept = offload.keep(x)
+        return _mlp_half(_attention_half(x, layer, around), layer, around.tile)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layer, around = ctx.layer, ctx.around
+        around.check()
+        x = ctx.saved_tensors[0] if ctx.offload is None else ctx.offload.take(ctx.kept)
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(ctx.needs_input_grad[0])
+            middle = _attention_half(x, layer, around)
+        grad_middle, grad_mlp = _mlp_backward(middle.detach(), grads[0], layer, around.tile)
+        wanted = [*([x] if x.requires_grad else []), *layer.qkv.lora, *layer.out.lora]
+        found = list(torch.autograd.grad(middle, wanted, grad_middle))
+        grad_x = found.pop(0) if x.requires_grad else None
+        return grad_x, None, None, None, *found, *grad_mlp
+
+
+def _attention_half(x: Tensor, layer: DecoderLayer, around: Surroundings) -> Tensor:
+    q, k, v = (
+        y.unflatten(-1, (-1, layer.head_dim))
+        for y in project(rms_norm(x, layer.attention_norm, layer.eps), layer.qkv)
+    )  # [M, heads, D], [M, kv_heads, D] twice
+    if layer.query_norm is not None and layer.key_norm is not None:
+        q, k = _head_norm(q, layer.query_norm, layer.eps), _head_norm(k, layer.key_norm, layer.eps)
+    q, k = rotary(q, k, around.cos, around.sin)
+    attended = causal_attention(q, k, v, around.packed, layer.scale, around.attention)
+    return x + project(attended.flatten(1), layer.out)[0]
+
+
+def _head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rms_norm(x.flatten(0, 1), weight, eps).view(x.shape)
+
+
+def _mlp_half(x: Tensor, layer: DecoderLayer, rows: int) -> Tensor:
+    """x [M, H], which is overwritten with the result: no gradient flows here."""
+    gate_up, down = layer.gate_up.held(), layer.down.held()
+    for tile in x.split(rows):
+        inner = swiglu(*project(rms_norm(tile, layer.mlp_norm, layer.eps), gate_up))
+        tile += project(inner, down)[0]
+    return x
+
+
+def _mlp_backward(x: Tensor, grad: Tensor, layer: DecoderLayer, rows: int) -> tuple[Tensor, list[Tensor]]:
+    """From the gradient of the layer's output to that of its middle, [M, H] each, and those of the MLP's LoRA."""
+    gate_up, down = layer.gate_up.held(), layer.down.held()
+    grad_x = torch.empty_like(grad)
+    total: list[Tensor] = []
+    for tile, grad_tile, grad_x_tile in zip(*(t.split(rows) for t in (x, grad, grad_x)), strict=True):
+        with torch.enable_grad():
+            tile = tile.detach().requires_grad_()
+            inner = swiglu(*project(rms_norm(tile, layer.mlp_norm, layer.eps), gate_up))
+        seen = inner.detach()
+        grad_inner, grad_down = project_backward(seen, lower(seen, down), (grad_tile,), down, needs_x=True)
+        through, *grad_gate_up = torch.autograd.grad(inner, [tile, *gate_up.lora], grad_inner)
+        torch.add(grad_tile, through, out=grad_x_tile)
+        here = [*grad_gate_up, *grad_down]
+        total = [a.add_(b) for a, b in zip(total, here, strict=True)] if total else here
+    return grad_x, total

@@ -1,0 +1,147 @@
+"""What backward will need waits in the host's memory: tensors leave on a side stream while the next layer computes, and
+come back, last first, while the layer before their own does.
+
+Nothing of torch is changed: whoever wants a tensor kept hands it over and asks for it again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+CHUNK = 512 * 2**20  # bytes pinned at a time; a power of two, or torch's pinned allocator would round up to one
+LEAVING = 2  # tensors on their way out that may still hold GPU memory
+
+
+@dataclass(eq=False)
+class Kept:
+    """A tensor that was handed over: its copy in host memory or, where that is full, itself; and what is coming back."""
+
+    host: Tensor | None
+    device: Tensor | None
+    place: int
+    arrived: Any = None
+
+
+class Offload(AbstractContextManager["Offload"]):
+    """Within the block `keep` takes tensors and `take` gives them back; on any exit everything is let go.
+
+    limit: bytes of host memory that may be pinned; what is beyond stays where it is. Buffers are used again by the next
+    block and freed by `close`. used, stayed: bytes that went to the host in the last block, and that found no room.
+    """
+
+    def __init__(self, lane: Lane, limit: int):
+        self.lane, self.limit = lane, limit
+        self.used = self.stayed = 0
+        self._chunks: list[Tensor] = []
+        self._filled: list[int] = []
+        self._stack: list[Kept] = []
+        self._leaving: deque[tuple[Tensor, Any]] = deque()
+
+    def __enter__(self) -> Offload:
+        self.used = self.stayed = 0
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.lane.join()  # copies under way still write into what is freed here
+        self._stack.clear()
+        self._leaving.clear()
+        self._filled = [0] * len(self._chunks)
+
+    def close(self) -> None:
+        """Free the host's memory."""
+        self._chunks, self._filled = [], []
+
+    def keep(self, tensor: Tensor) -> Kept:
+        """Take a tensor; the caller drops its own reference."""
+        host = self._room(tensor)
+        kept = Kept(host, None if host is not None else tensor, len(self._stack))
+        self._stack.append(kept)
+        if host is None:
+            self.stayed += tensor.nbytes
+            return kept
+        self.used += tensor.nbytes
+        self._leaving.append((tensor, self.lane.send(tensor, host)))
+        while len(self._leaving) > LEAVING:
+            self.lane.wait(self._leaving.popleft()[1])
+        return kept
+
+    def take(self, kept: Kept) -> Tensor:
+        """Give a tensor back, and call for the one that was handed over before it."""
+        self._call(kept)
+        if kept.arrived is not None:
+            self.lane.wait(kept.arrived)
+        assert kept.device is not None
+        tensor, kept.device, kept.arrived = kept.device, None, None
+        if kept.place > 0:
+            self._call(self._stack[kept.place - 1])
+        return tensor
+
+    def _call(self, kept: Kept) -> None:
+        if kept.device is None and kept.host is not None:
+            kept.device, kept.arrived = self.lane.fetch(kept.host)
+            kept.host = None
+
+    def _room(self, tensor: Tensor) -> Tensor | None:
+        """Host memory for a tensor, None if there is none left."""
+        for i, chunk in enumerate(self._chunks):
+            if self._filled[i] + tensor.nbytes <= len(chunk):
+                return self._part(i, tensor)
+        size = max(CHUNK, 1 << (tensor.nbytes - 1).bit_length())
+        if sum(map(len, self._chunks)) + size > self.limit:
+            return None
+        self._chunks.append(self.lane.host_memory(size))
+        self._filled.append(0)
+        return self._part(len(self._chunks) - 1, tensor)
+
+    def _part(self, i: int, tensor: Tensor) -> Tensor:
+        start = self._filled[i]
+        self._filled[i] = start + -(-tensor.nbytes // 64) * 64  # 64: views of any format are aligned
+        return self._chunks[i][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+class Lane(Protocol):
+    """How copies travel; `send` and `fetch` return at once, `wait` makes later work wait for one of them."""
+
+    def host_memory(self, size: int) -> Tensor: ...
+    def send(self, tensor: Tensor, host: Tensor) -> Any: ...
+    def fetch(self, host: Tensor) -> tuple[Tensor, Any]: ...
+    def wait(self, event: Any) -> None: ...
+    def join(self) -> None: ...
+
+
+class CudaLane:
+    """A side stream and pinned memory."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.stream = device, torch.cuda.Stream(device)
+
+    def host_memory(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def send(self, tensor: Tensor, host: Tensor) -> torch.cuda.Event:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            host.copy_(tensor, non_blocking=True)
+            return self.stream.record_event()
+
+    def fetch(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        tensor = torch.empty(host.shape, dtype=host.dtype, device=self.device)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # its memory may just have been in use
+        with torch.cuda.stream(self.stream):
+            tensor.copy_(host, non_blocking=True)
+            return tensor, self.stream.record_event()
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)

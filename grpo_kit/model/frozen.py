@@ -1,0 +1,37 @@
+"""A linear layer as peft and bitsandbytes have it, read as what it computes: a frozen weight, a bias and LoRA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bitsandbytes.functional import dequantize_4bit
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+
+from grpo_kit.kernels import Frozen
+
+ADAPTER = "default"
+
+
+def frozen_linear(module: Any) -> Frozen:
+    """`module`: an nn.Linear or a bitsandbytes layer, with or without LoRA around it."""
+    base = module.get_base_layer() if isinstance(module, LoraLayer) else module
+    scaling = module.scaling[ADAPTER] if isinstance(module, LoraLayer) else 1.0
+    return Frozen(lambda: dense_weight(base), base.bias, float(scaling))
+
+
+def dense_weight(base: Any) -> Tensor:
+    """[N, K]; a 4-bit one anew each time."""
+    weight = base.weight
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        plain: Tensor = weight.detach()
+        return plain
+    return dequantize_4bit(weight.data, state).to(base.compute_dtype)
+
+
+def lora_of(module: Any) -> tuple[Tensor, ...]:
+    """(A [r, K], B [N, r]), or nothing where there is no adapter or it is switched off."""
+    if not isinstance(module, LoraLayer) or module.disable_adapters or ADAPTER not in module.lora_A:
+        return ()
+    return module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
