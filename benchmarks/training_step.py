@@ -1,0 +1,177 @@
+"""One GRPO training step of each system on the same random tokens: what `training_memory.py` and `longest_length.py`
+time. A step is a forward and a backward pass over 8 completions to prompts of 512 tokens, QLoRA rank 32, beta = 0;
+ours is the kit's whole update, with the KL curve's reference pass, clipping and the optimizer."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PROMPT, COMPLETIONS, RANK = 512, 8, 32
+Step = Callable[[], float]  # makes one step; returns the gradient's norm
+
+
+def measured(step: Step, repetitions: int = 2) -> dict[str, float]:
+    """The last repetition's seconds and peak; the first one warms up."""
+    for _ in range(repetitions):
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        norm = step()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+    return {"peak_gb": torch.cuda.max_memory_allocated() / 1e9, "seconds": seconds, "grad_norm": norm}
+
+
+def ids(count: int, length: int, vocabulary: int, seed: int) -> torch.Tensor:
+    return torch.randint(4, vocabulary, (count, length), generator=torch.Generator().manual_seed(seed))
+
+
+def ours(folder: Path, length: int, dtype: str, **options: Any) -> Step:
+    """The prompt is the group's own, as in a run, and computed once for those that share a micro-batch."""
+    import grpo_kit as gk
+    from grpo_kit.rollout import Completion
+    from grpo_kit.training.batch import Sequence
+    from grpo_kit.training.credit import Credit
+    from grpo_kit.training.derive import derive
+    from grpo_kit.training.options import TrainOptions
+    from grpo_kit.training.update import Updater
+
+    model = gk.load_model(str(folder), load_in_4bit=True, max_seq_length=131_072, lora_rank=RANK, dtype=dtype)
+    own = length - PROMPT
+    asked = TrainOptions(
+        steps=1, prompts_per_step=1, num_generations=COMPLETIONS, max_completion_length=own, **options
+    )
+    updater = Updater(model, derive(asked, on_gpu=True)[0])
+    vocabulary = model.causal_lm.config.vocab_size
+    prompt = ids(1, PROMPT, vocabulary, 0)[0].tolist()
+    answers = [Completion(row.tolist(), [-10.0] * own, "length", "") for row in ids(COMPLETIONS, own, vocabulary, 1)]
+    advantages = torch.randn(COMPLETIONS, generator=torch.Generator().manual_seed(2))
+    sequences = [Sequence(prompt, answer) for answer in answers]
+
+    def step() -> float:
+        with model.lock:
+            updater.optimizer.param_groups[0]["lr"] = 0.0  # every repetition does the same work
+            metrics = updater.update(sequences, Credit(advantages, None, None, {}), None, lambda: None)
+        return float(metrics["grad_norm"] or 0.0)
+
+    return step
+
+
+def trl(folder: Path, length: int, dtype: str) -> Step:
+    """TRL's trainer, gradient checkpointing, SDPA."""
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    number_format = getattr(torch, dtype)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=number_format, attn_implementation="sdpa", device_map={"": 0}
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        args=_trl_config(GRPOConfig, length, dtype, gradient_checkpointing=True),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        train_dataset=_one_prompt(),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        peft_config=LoraConfig(
+            r=RANK, lora_alpha=RANK, target_modules="all-linear", task_type="CAUSAL_LM"
+        ),
+    )
+    trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    trainer.model.enable_input_require_grads()
+    trainer.model.train()
+    return _trl_step(trainer, length)
+
+
+def unsloth(folder: Path, length: int, dtype: str) -> Step:
+    """Unsloth's model and patched trainer, with its own gradient checkpointing."""
+    os.environ.update(HF_HUB_OFFLINE="1", UNSLOTH_DISABLE_STATISTICS="1")
+    import unsloth  # noqa: F401 - it has to come first
+    from trl import GRPOConfig, GRPOTrainer
+    from unsloth import FastLanguageModel
+
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        str(folder),
+        max_seq_length=length,
+        load_in_4bit=True,
+        fast_inference=False,
+        dtype=getattr(torch, dtype),
+        local_files_only=True,
+    )
+    model = FastLanguageModel.get_peft_model(
+        model,
+        r=RANK,
+        lora_alpha=RANK,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        use_gradient_checkpointing="unsloth",
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        args=_trl_config(GRPOConfig, length, dtype, max_steps=1),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        train_dataset=_one_prompt(),
+        processing_class=tokenizer,
+    )
+    FastLanguageModel.for_training(trainer.model)
+    return _trl_step(trainer, length, num_items_in_batch=torch.tensor(COMPLETIONS * (length - PROMPT), device="cuda"))
+
+
+SYSTEMS: dict[str, Callable[..., Step]] = {"grpo-kit": ours, "TRL": trl, "Unsloth": unsloth}
+
+
+def _trl_config(kind: Any, length: int, dtype: str, **more: Any) -> Any:
+    return kind(
+        output_dir="/tmp/peer",
+        per_device_train_batch_size=COMPLETIONS,
+        num_generations=COMPLETIONS,
+        max_completion_length=length - PROMPT,
+        report_to="none",
+        bf16=dtype == "bfloat16",
+        fp16=dtype == "float16",
+        beta=0.0,
+        **more,
+    )
+
+
+def _one_prompt() -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_dict({"prompt": ["w5 w6"] * COMPLETIONS})
+
+
+def _trl_step(trainer: Any, length: int, **more: Any) -> Step:
+    own, vocabulary = length - PROMPT, trainer.model.config.vocab_size
+
+    def ones(width: int) -> torch.Tensor:
+        return torch.ones(COMPLETIONS, width, dtype=torch.long, device="cuda")
+
+    batch = {
+        "prompt_ids": ids(1, PROMPT, vocabulary, 0).expand(COMPLETIONS, -1).contiguous().cuda(),
+        "prompt_mask": ones(PROMPT),
+        "completion_ids": ids(COMPLETIONS, own, vocabulary, 1).cuda(),
+        "completion_mask": ones(own),
+        "advantages": torch.randn(COMPLETIONS, generator=torch.Generator().manual_seed(2)).cuda(),
+        "num_items_in_batch": torch.tensor(COMPLETIONS * own, device="cuda"),
+        "old_per_token_logps": None,
+        "ref_per_token_logps": None,
+    }
+    trainer.current_gradient_accumulation_steps = 1
+
+    def step() -> float:
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(trainer.model, dict(batch), **more)
+        trainer.accelerator.backward(loss)
+        grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(grads))
+        trainer.model.zero_grad()
+        return norm
+
+    return step
