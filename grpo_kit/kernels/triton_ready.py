@@ -1,4 +1,4 @@
-"""Whether a tensor may go to a Triton kernel; if not, its plain-torch twin does the work."""
+"""Whether a tensor may go to a Triton kernel, and the layout it must have there. What may not goes to the twin."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ def use_triton(tensor: Tensor) -> bool:
     Warns once (RuntimeWarning) if Triton cannot be imported although there is a CUDA tensor.
     """
     return tensor.is_cuda and tensor.dtype in FLOATS and _importable()
+
+
+def unit_stride(tensor: Tensor) -> Tensor:
+    """`tensor`, copied only if its last dimension is not contiguous; kernels respect the other strides."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @cache
