@@ -1,16 +1,17 @@
-"""Runs the launcher of a Triton kernel on CPU tensors: on the GPU if there is one, else in Triton's interpreter.
+"""Runs Triton kernels on CPU tensors: on the GPU if there is one, else in Triton's interpreter.
 
 The interpreter gets a process of its own, since TRITON_INTERPRET counts only if it is set before Triton is first
-imported, and other tests import Triton.
+imported, and other tests import Triton. Tensors keep their strides on the way.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import pickle
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import get_context
 from typing import Any
@@ -18,15 +19,32 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+OPERATIONS = ("rms_norm", "swiglu", "rotary")
 
 
 def launch(launcher: str, *args: Any) -> Any:
-    """What `launcher`, such as "rms_norm_triton.forward", returns for `args`; tensors keep their strides."""
+    """What a launcher, such as "rms_norm_triton.forward", returns for `args`."""
+    return _where_kernels_run(_launch, launcher, args)
+
+
+def differentiate(operation: str, inputs: list[Any], wanted: int, grads: list[Tensor]) -> list[Tensor]:
+    """The results of an operation that uses kernels, then the gradients of its first `wanted` inputs."""
+    return _where_kernels_run(_differentiate, operation, inputs, wanted, grads)
+
+
+def _where_kernels_run(function: Callable[..., Any], *args: Any) -> Any:
     if find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     if torch.cuda.is_available():
-        return _to_cpu(_call(launcher, [_to_gpu(arg) if isinstance(arg, Tensor) else arg for arg in args]))
-    return pickle.loads(_interpreter().submit(_call_pickled, launcher, pickle.dumps(args)).result())
+        return tree_map_only(Tensor, Tensor.cpu, function(*tree_map_only(Tensor, _to_gpu, args)))
+    return pickle.loads(_interpreter().submit(_call_pickled, pickle.dumps((function, args))).result())
+
+
+def _to_gpu(tensor: Tensor) -> Tensor:
+    there = torch.empty(0, dtype=tensor.dtype, device="cuda")
+    return there.set_(tensor.untyped_storage().cuda(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 @cache
@@ -37,22 +55,22 @@ def _interpreter() -> ProcessPoolExecutor:
 def _start() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
+    for operation in OPERATIONS:
+        import_module(f"grpo_kit.kernels.{operation}").use_triton = lambda _: True
 
 
-def _call_pickled(launcher: str, args: bytes) -> bytes:
-    return pickle.dumps(_call(launcher, pickle.loads(args)))
+def _call_pickled(call: bytes) -> bytes:
+    function, args = pickle.loads(call)
+    return pickle.dumps(function(*args))
 
 
-def _call(launcher: str, args: Any) -> Any:
+def _launch(launcher: str, args: tuple[Any, ...]) -> Any:
     module, function = launcher.split(".")
-    return getattr(importlib.import_module(f"grpo_kit.kernels.{module}"), function)(*args)
+    return getattr(import_module(f"grpo_kit.kernels.{module}"), function)(*args)
 
 
-def _to_gpu(tensor: Tensor) -> Tensor:
-    storage = tensor.untyped_storage().cuda()
-    there = torch.empty(0, dtype=tensor.dtype, device="cuda")
-    return there.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-def _to_cpu(result: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-    return result.cpu() if isinstance(result, Tensor) else tuple(tensor.cpu() for tensor in result)
+def _differentiate(operation: str, inputs: list[Any], wanted: int, grads: list[Tensor]) -> list[Tensor]:
+    leaves = [tensor.requires_grad_() for tensor in inputs[:wanted]]
+    results = getattr(import_module(f"grpo_kit.kernels.{operation}"), operation)(*inputs)
+    results = results if isinstance(results, tuple) else (results,)
+    return [*(tensor.detach() for tensor in results), *torch.autograd.grad(results, leaves, grads)]
