@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from grpo_kit.kernels.attention_memory import Memory
 from grpo_kit.kernels.packing import Packed, gather
 
 
@@ -43,30 +44,37 @@ def choose_attention(capability: tuple[int, int] | None, dtype: torch.dtype) -> 
     return Attention((SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION), grouped=True)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, how: Attention) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, how: Attention, memory: Memory | None = None
+) -> Tensor:
     """q [M, heads, D], k and v [M, kv_heads, D] → [M, heads, D]. Every token sees those before it in its sequence and
     itself. Differentiable in q, k and v.
 
+    memory: a call without gradients leaves its results there, and the same call again with gradients, later, takes them
+    from there instead of computing them again.
+
     Raises RuntimeError where none of the kernels takes these tensors.
     """
+
+    def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [b, heads, S, D], k and v [b, kv_heads, S, D] → [b, heads, S, D]."""
+        grouped = q.shape[1] != k.shape[1]
+        with how.chosen():
+            return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [b, S, heads, D], k and v [b, S, kv_heads, D] → [b·S, heads, D]."""
+        if not how.grouped and q.shape[2] != k.shape[2]:
+            k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = fused(q, k, v) if memory is None else memory.call(fused, q, k, v)
+        return out.transpose(1, 2).flatten(0, 1)
+
     if packed.in_order:
-        width = packed.rows.shape[1]
-        return _attend(*(x.unflatten(0, (-1, width)) for x in (q, k, v)), scale, how).flatten(0, 1)
-    parts = [
-        _attend(*(gather(x, bucket.tokens, packed.shared) for x in (q, k, v)), scale, how).flatten(0, 1)
-        for bucket in packed.buckets
-    ]
-    return _Own.apply(torch.cat(parts) if len(parts) > 1 else parts[0], packed.owner)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, how: Attention) -> Tensor:
-    """q [b, S, heads, D], k and v [b, S, kv_heads, D] → [b, S, heads, D]."""
-    if not how.grouped and q.shape[2] != k.shape[2]:
-        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    with how.chosen():
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2)
+        return attend(*(x.unflatten(0, (-1, packed.rows.shape[1])) for x in (q, k, v)))
+    parts = [attend(*(gather(x, bucket.tokens, packed.shared) for x in (q, k, v))) for bucket in packed.buckets]
+    own: Tensor = _Own.apply(torch.cat(parts) if len(parts) > 1 else parts[0], packed.owner)
+    return own
 
 
 class _Own(torch.autograd.Function):

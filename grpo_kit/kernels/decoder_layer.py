@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo_kit.kernels.attention import Attention, causal_attention
+from grpo_kit.kernels.attention_memory import Memory
 from grpo_kit.kernels.lora_linear import Group, lower, project, project_backward
 from grpo_kit.kernels.offload import Offload
 from grpo_kit.kernels.packing import Packed
@@ -52,7 +53,8 @@ class DecoderLayer:
 @dataclass(frozen=True)
 class Surroundings:
     """What all layers of a pass share. cos, sin [M, D]. check() is called before each layer, in both directions; what
-    it raises ends the pass. tile: rows of the MLP at once."""
+    it raises ends the pass. tile: rows of the MLP at once. remember: keep attention's results with x instead of
+    computing them again, where x is offloaded."""
 
     packed: Packed
     cos: Tensor
@@ -60,6 +62,7 @@ class Surroundings:
     attention: Attention
     check: Callable[[], None]
     tile: int = TILE
+    remember: bool = False
 
 
 def decoder_layer(x: Tensor, layer: DecoderLayer, around: Surroundings, offload: Offload | None) -> Tensor:
@@ -76,11 +79,13 @@ class _Layer(torch.autograd.Function):
         around.check()
         if any(ctx.needs_input_grad):
             ctx.layer, ctx.around, ctx.offload = layer, around, offload
+            ctx.memory = Memory(offload) if offload is not None and around.remember else None
             if offload is None:
                 ctx.save_for_backward(x)
             else:
                 ctx.kept = offload.keep(x)
-        return _mlp_half(_attention_half(x, layer, around), layer, around.tile)
+            return _mlp_half(_attention_half(x, layer, around, ctx.memory), layer, around.tile)
+        return _mlp_half(_attention_half(x, layer, around, None), layer, around.tile)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -89,7 +94,7 @@ class _Layer(torch.autograd.Function):
         x = ctx.saved_tensors[0] if ctx.offload is None else ctx.offload.take(ctx.kept)
         with torch.enable_grad():
             x = x.detach().requires_grad_(ctx.needs_input_grad[0])
-            middle = _attention_half(x, layer, around)
+            middle = _attention_half(x, layer, around, ctx.memory)
         grad_middle, grad_mlp = _mlp_backward(middle.detach(), grads[0], layer, around.tile)
         wanted = [*([x] if x.requires_grad else []), *layer.qkv.lora, *layer.out.lora]
         found = list(torch.autograd.grad(middle, wanted, grad_middle))
@@ -97,7 +102,7 @@ class _Layer(torch.autograd.Function):
         return grad_x, None, None, None, *found, *grad_mlp
 
 
-def _attention_half(x: Tensor, layer: DecoderLayer, around: Surroundings) -> Tensor:
+def _attention_half(x: Tensor, layer: DecoderLayer, around: Surroundings, memory: Memory | None) -> Tensor:
     q, k, v = (
         y.unflatten(-1, (-1, layer.head_dim))
         for y in project(rms_norm(x, layer.attention_norm, layer.eps), layer.qkv)
@@ -105,7 +110,7 @@ def _attention_half(x: Tensor, layer: DecoderLayer, around: Surroundings) -> Ten
     if layer.query_norm is not None and layer.key_norm is not None:
         q, k = _head_norm(q, layer.query_norm, layer.eps), _head_norm(k, layer.key_norm, layer.eps)
     q, k = rotary(q, k, around.cos, around.sin)
-    attended = causal_attention(q, k, v, around.packed, layer.scale, around.attention)
+    attended = causal_attention(q, k, v, around.packed, layer.scale, around.attention, memory)
     return x + project(attended.flatten(1), layer.out)[0]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 CHUNK = 512 * 2**20  # bytes pinned at a time; a power of two, or torch's pinned allocator would round up to one
 LEAVING = 2  # tensors on their way out that may still hold GPU memory
+AHEAD = 2  # tensors that are called for before they are asked for
 
 
 @dataclass(eq=False)
@@ -75,14 +76,14 @@ class Offload(AbstractContextManager["Offload"]):
         return kept
 
     def take(self, kept: Kept) -> Tensor:
-        """Give a tensor back, and call for the one that was handed over before it."""
+        """Give a tensor back, and call for those that were handed over before it."""
         self._call(kept)
         if kept.arrived is not None:
             self.lane.wait(kept.arrived)
         assert kept.device is not None
         tensor, kept.device, kept.arrived = kept.device, None, None
-        if kept.place > 0:
-            self._call(self._stack[kept.place - 1])
+        for earlier in self._stack[max(0, kept.place - AHEAD) : kept.place][::-1]:
+            self._call(earlier)
         return tensor
 
     def _call(self, kept: Kept) -> None:
@@ -103,9 +104,11 @@ class Offload(AbstractContextManager["Offload"]):
         return self._part(len(self._chunks) - 1, tensor)
 
     def _part(self, i: int, tensor: Tensor) -> Tensor:
+        """A piece of a chunk with the tensor's layout, so that the copy is a plain one."""
         start = self._filled[i]
         self._filled[i] = start + -(-tensor.nbytes // 64) * 64  # 64: views of any format are aligned
-        return self._chunks[i][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        flat = self._chunks[i][start : start + tensor.nbytes].view(tensor.dtype)
+        return flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
 
 
 class Lane(Protocol):
@@ -134,7 +137,7 @@ class CudaLane:
             return self.stream.record_event()
 
     def fetch(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        tensor = torch.empty(host.shape, dtype=host.dtype, device=self.device)
+        tensor = torch.empty_like(host, device=self.device, pin_memory=False)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))  # its memory may just have been in use
         with torch.cuda.stream(self.stream):
             tensor.copy_(host, non_blocking=True)

@@ -55,6 +55,7 @@ class Trunk:
             torch.cuda.get_device_capability(precision.device) if on_gpu else None, precision.dtype
         )
         self.check: Callable[[], None] = nothing
+        self.remember = True
 
     def in_words(self) -> tuple[str, str]:
         """What runs the passes, and why."""
@@ -83,7 +84,7 @@ class Trunk:
     def _fused(self, packed: Packed, offload: Offload | None) -> Tensor:
         x = self.decoder.embed_tokens(packed.ids)
         cos, sin = self.decoder.rotary_emb(x[None], packed.positions[None])  # [1, M, D] each
-        around = Surroundings(packed, cos[0], sin[0], self.attention, self.check)
+        around = Surroundings(packed, cos[0], sin[0], self.attention, self.check, remember=self.remember)
         layers = [read_layer(layer) for layer in self.decoder.layers]
         for layer in layers[:-1]:
             x = decoder_layer(x, layer, around, offload)

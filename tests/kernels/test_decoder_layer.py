@@ -19,6 +19,7 @@ from grpo_kit.kernels import (
     Surroundings,
     choose_attention,
     decoder_layer,
+    attention_memory,
     pack,
 )
 
@@ -107,14 +108,19 @@ def gradients(function: Callable[[Tensor], Tensor], layer: DecoderLayer) -> list
     return [y.detach(), *torch.autograd.grad(y, [x, *lora], draw(g, 12, H))]
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_memory, "SMALL", 0)
+
+
 @pytest.mark.parametrize("tile", [1, 5, 4096])
-@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("offloaded", ["", "x", "x and attention"])
 @pytest.mark.parametrize("head_norms", [False, True])
-def test_values_and_gradients(head_norms: bool, offloaded: bool, tile: int) -> None:
-    layer, around = make_layer(head_norms=head_norms), replace(surroundings(), tile=tile)
+def test_values_and_gradients(head_norms: bool, offloaded: str, tile: int) -> None:
+    layer, around = make_layer(head_norms=head_norms), replace(surroundings(), tile=tile, remember="attention" in offloaded)
     with Offload(DiaryLane(), 2**30) as offload:
         ours = gradients(lambda x: decoder_layer(x, layer, around, offload if offloaded else None), layer)
-        assert (offload.used > 0) is offloaded
+        assert (offload.used > 0) is bool(offloaded)
     for mine, theirs in zip(ours, gradients(lambda x: plainly(x, layer, around), layer), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
 

@@ -69,19 +69,26 @@ def test_every_tensor_comes_back_as_it_was(dtype: torch.dtype) -> None:
             assert back.dtype == dtype and back.equal(tensor)
 
 
-def test_the_one_before_is_called_for_while_one_is_used() -> None:
+def test_those_before_are_called_for_while_one_is_used() -> None:
     lane = DiaryLane()
     with Offload(lane, 100 * MB) as offload:
         kept = [offload.keep(tensor) for tensor in layers(4)]
         lane.log.clear()
         offload.take(kept[3])
-        assert lane.names() == ["fetch", "wait", "fetch"]  # its own, and the next one's
+        assert lane.names() == ["fetch", "wait", "fetch", "fetch"]  # its own, and the next two
         lane.log.clear()
         offload.take(kept[2])
         assert lane.names() == ["wait", "fetch"]
         lane.log.clear()
         offload.take(kept[1]), offload.take(kept[0])
-        assert lane.names() == ["wait", "fetch", "wait"]
+        assert lane.names() == ["wait", "wait"]
+
+
+def test_a_transposed_tensor_keeps_its_layout() -> None:
+    tensor = layers(1)[0].view(10, 20, 5).transpose(0, 1)
+    with Offload(DiaryLane(), 100 * MB) as offload:
+        back = offload.take(offload.keep(tensor))
+    assert back.equal(tensor) and back.stride() == tensor.stride()
 
 
 def test_few_tensors_are_on_their_way_out_at_a_time() -> None:
