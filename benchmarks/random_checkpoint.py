@@ -56,9 +56,7 @@ SHAPES: dict[str, tuple[Any, dict[str, Any], tuple[int, int, int, int, int, bool
 }
 
 
-def write_checkpoint(
-    name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, double_quant: bool = False
-) -> Path:
+def write_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, double_quant: bool = False) -> Path:
     """A folder that transformers loads: NF4 weights, embeddings and head in `dtype`, a tokenizer of words w0, w1, …"""
     if (folder / "config.json").exists():
         return folder

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-SHAPE, DTYPE = "Llama-3.1-8B", "bfloat16"
+SHAPE, DTYPE, COMPLETIONS = "Llama-3.1-8B", "bfloat16", 8
 LENGTHS = (2048, 4096, 8192, 20480)
 SYSTEMS = ("grpo-kit", "Unsloth", "TRL")
 Row = dict[str, Any]
@@ -60,9 +60,9 @@ def arguments() -> argparse.Namespace:
 def one(system: str, length: int, checkpoint: Path) -> Row:
     import training_step
 
-    row: Row = {"system": system, "model": SHAPE, "length": length, "completions": training_step.COMPLETIONS}
+    row: Row = {"system": system, "model": SHAPE, "length": length, "completions": COMPLETIONS}
     try:
-        step = training_step.SYSTEMS[system](checkpoint, length, DTYPE)
+        step = training_step.SYSTEMS[system](checkpoint, length, DTYPE, COMPLETIONS)
         row |= training_step.measured(step)
     except Exception as error:  # a peer's failure is a row like any other
         row["failed"] = f"{type(error).__name__}: {error}"[:300]
@@ -112,9 +112,9 @@ def table(rows: list[Row]) -> str:
         "",
         *(f"- {place}" for place in places),
         "",
-        f"{SHAPE}'s shape, random weights in 4 bits, LoRA rank 32, bfloat16, {rows[0]['completions']} completions to one "
-        "prompt of 512 tokens, total length as given. Peak of allocated GPU memory, and seconds of a forward and backward "
-        "pass over all of them; grpo-kit's are of its whole update, the KL curve's reference pass, clipping and the "
+        f"{SHAPE}'s shape, random weights in 4 bits, LoRA rank 32, bfloat16, {COMPLETIONS} completions to one "
+        "prompt of 512 tokens, total length as given. Peak of allocated GPU memory, and seconds of a forward and "
+        "backward pass over all of them; grpo-kit's are of its whole update, the KL curve's reference pass, clipping and the "
         "optimizer included. The second of two repetitions.",
         "",
         "| total length | " + " | ".join(systems) + " | time against Unsloth |",

@@ -1,6 +1,6 @@
 """One GRPO training step of each system on the same random tokens: what `training_memory.py` and `longest_length.py`
-time. A step is a forward and a backward pass over 8 completions to prompts of 512 tokens, QLoRA rank 32, beta = 0;
-ours is the kit's whole update, with the KL curve's reference pass, clipping and the optimizer."""
+measure. A step is a forward and a backward pass over the completions to one prompt of 512 tokens, QLoRA rank 32,
+beta = 0; ours is the kit's whole update, with the KL curve's reference pass, clipping and the optimizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-PROMPT, COMPLETIONS, RANK = 512, 8, 32
+PROMPT, RANK = 512, 32
 Step = Callable[[], float]  # makes one step; returns the gradient's norm
 
 
@@ -34,7 +34,7 @@ def ids(count: int, length: int, vocabulary: int, seed: int) -> torch.Tensor:
     return torch.randint(4, vocabulary, (count, length), generator=torch.Generator().manual_seed(seed))
 
 
-def ours(folder: Path, length: int, dtype: str, **options: Any) -> Step:
+def ours(folder: Path, length: int, dtype: str, completions: int, **options: Any) -> Step:
     """The prompt is the group's own, as in a run, and computed once for those that share a micro-batch."""
     import grpo_kit as gk
     from grpo_kit.rollout import Completion
@@ -47,13 +47,13 @@ def ours(folder: Path, length: int, dtype: str, **options: Any) -> Step:
     model = gk.load_model(str(folder), load_in_4bit=True, max_seq_length=131_072, lora_rank=RANK, dtype=dtype)
     own = length - PROMPT
     asked = TrainOptions(
-        steps=1, prompts_per_step=1, num_generations=COMPLETIONS, max_completion_length=own, **options
+        steps=1, prompts_per_step=1, num_generations=max(2, completions), max_completion_length=own, **options
     )
     updater = Updater(model, derive(asked, on_gpu=True)[0])
     vocabulary = model.causal_lm.config.vocab_size
     prompt = ids(1, PROMPT, vocabulary, 0)[0].tolist()
-    answers = [Completion(row.tolist(), [-10.0] * own, "length", "") for row in ids(COMPLETIONS, own, vocabulary, 1)]
-    advantages = torch.randn(COMPLETIONS, generator=torch.Generator().manual_seed(2))
+    answers = [Completion(row.tolist(), [-10.0] * own, "length", "") for row in ids(completions, own, vocabulary, 1)]
+    advantages = torch.randn(completions, generator=torch.Generator().manual_seed(2))
     sequences = [Sequence(prompt, answer) for answer in answers]
 
     def step() -> float:
@@ -65,7 +65,7 @@ def ours(folder: Path, length: int, dtype: str, **options: Any) -> Step:
     return step
 
 
-def trl(folder: Path, length: int, dtype: str) -> Step:
+def trl(folder: Path, length: int, dtype: str, completions: int) -> Step:
     """TRL's trainer, gradient checkpointing, SDPA."""
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -77,21 +77,19 @@ def trl(folder: Path, length: int, dtype: str) -> Step:
     )
     trainer = GRPOTrainer(
         model=model,
-        args=_trl_config(GRPOConfig, length, dtype, gradient_checkpointing=True),
+        args=_trl_config(GRPOConfig, length, dtype, completions, gradient_checkpointing=True),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        train_dataset=_one_prompt(),
+        train_dataset=_one_prompt(completions),
         processing_class=AutoTokenizer.from_pretrained(folder),
-        peft_config=LoraConfig(
-            r=RANK, lora_alpha=RANK, target_modules="all-linear", task_type="CAUSAL_LM"
-        ),
+        peft_config=LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
     trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainer.model.enable_input_require_grads()
     trainer.model.train()
-    return _trl_step(trainer, length)
+    return _trl_step(trainer, length, completions)
 
 
-def unsloth(folder: Path, length: int, dtype: str) -> Step:
+def unsloth(folder: Path, length: int, dtype: str, completions: int) -> Step:
     """Unsloth's model and patched trainer, with its own gradient checkpointing."""
     os.environ.update(HF_HUB_OFFLINE="1", UNSLOTH_DISABLE_STATISTICS="1")
     import unsloth  # noqa: F401 - it has to come first
@@ -115,23 +113,24 @@ def unsloth(folder: Path, length: int, dtype: str) -> Step:
     )
     trainer = GRPOTrainer(
         model=model,
-        args=_trl_config(GRPOConfig, length, dtype, max_steps=1),
+        args=_trl_config(GRPOConfig, length, dtype, completions, max_steps=1),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        train_dataset=_one_prompt(),
+        train_dataset=_one_prompt(completions),
         processing_class=tokenizer,
     )
     FastLanguageModel.for_training(trainer.model)
-    return _trl_step(trainer, length, num_items_in_batch=torch.tensor(COMPLETIONS * (length - PROMPT), device="cuda"))
+    tokens = torch.tensor(completions * (length - PROMPT), device="cuda")
+    return _trl_step(trainer, length, completions, num_items_in_batch=tokens)
 
 
 SYSTEMS: dict[str, Callable[..., Step]] = {"grpo-kit": ours, "TRL": trl, "Unsloth": unsloth}
 
 
-def _trl_config(kind: Any, length: int, dtype: str, **more: Any) -> Any:
+def _trl_config(kind: Any, length: int, dtype: str, completions: int, **more: Any) -> Any:
     return kind(
         output_dir="/tmp/peer",
-        per_device_train_batch_size=COMPLETIONS,
-        num_generations=COMPLETIONS,
+        per_device_train_batch_size=max(2, completions),  # TRL wants two at least; the batch that is timed is its own
+        num_generations=max(2, completions),
         max_completion_length=length - PROMPT,
         report_to="none",
         bf16=dtype == "bfloat16",
@@ -141,25 +140,25 @@ def _trl_config(kind: Any, length: int, dtype: str, **more: Any) -> Any:
     )
 
 
-def _one_prompt() -> Any:
+def _one_prompt(completions: int) -> Any:
     from datasets import Dataset
 
-    return Dataset.from_dict({"prompt": ["w5 w6"] * COMPLETIONS})
+    return Dataset.from_dict({"prompt": ["w5 w6"] * completions})
 
 
-def _trl_step(trainer: Any, length: int, **more: Any) -> Step:
+def _trl_step(trainer: Any, length: int, completions: int, **more: Any) -> Step:
     own, vocabulary = length - PROMPT, trainer.model.config.vocab_size
 
     def ones(width: int) -> torch.Tensor:
-        return torch.ones(COMPLETIONS, width, dtype=torch.long, device="cuda")
+        return torch.ones(completions, width, dtype=torch.long, device="cuda")
 
     batch = {
-        "prompt_ids": ids(1, PROMPT, vocabulary, 0).expand(COMPLETIONS, -1).contiguous().cuda(),
+        "prompt_ids": ids(1, PROMPT, vocabulary, 0).expand(completions, -1).contiguous().cuda(),
         "prompt_mask": ones(PROMPT),
-        "completion_ids": ids(COMPLETIONS, own, vocabulary, 1).cuda(),
+        "completion_ids": ids(completions, own, vocabulary, 1).cuda(),
         "completion_mask": ones(own),
-        "advantages": torch.randn(COMPLETIONS, generator=torch.Generator().manual_seed(2)).cuda(),
-        "num_items_in_batch": torch.tensor(COMPLETIONS * own, device="cuda"),
+        "advantages": torch.randn(completions, generator=torch.Generator().manual_seed(2)).cuda(),
+        "num_items_in_batch": torch.tensor(completions * own, device="cuda"),
         "old_per_token_logps": None,
         "ref_per_token_logps": None,
     }

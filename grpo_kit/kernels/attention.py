@@ -1,8 +1,8 @@
 """Causal attention over packed sequences, by torch's fused kernels.
 
 Sequences of similar length go side by side, padded on the right, where causal attention never looks, so no mask is
-needed and every kernel of `scaled_dot_product_attention` will do. It refuses rather than fall back on the one that holds
-all scores in memory.
+needed and every kernel of `scaled_dot_product_attention` will do. It refuses rather than fall back on the one that
+holds all scores in memory.
 """
 
 from __future__ import annotations

@@ -104,8 +104,7 @@ class _Layer(torch.autograd.Function):
 
 def _attention_half(x: Tensor, layer: DecoderLayer, around: Surroundings, memory: Memory | None) -> Tensor:
     q, k, v = (
-        y.unflatten(-1, (-1, layer.head_dim))
-        for y in project(rms_norm(x, layer.attention_norm, layer.eps), layer.qkv)
+        y.unflatten(-1, (-1, layer.head_dim)) for y in project(rms_norm(x, layer.attention_norm, layer.eps), layer.qkv)
     )  # [M, heads, D], [M, kv_heads, D] twice
     if layer.query_norm is not None and layer.key_norm is not None:
         q, k = _head_norm(q, layer.query_norm, layer.eps), _head_norm(k, layer.key_norm, layer.eps)

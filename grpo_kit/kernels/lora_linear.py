@@ -46,9 +46,7 @@ class Group:
 
     def scaled_b(self, dtype: torch.dtype) -> list[Tensor]:
         """s·B of each, [N, r]."""
-        return [
-            (layer.scaling * b.detach()).to(dtype) for layer, b in zip(self.layers, self.lora[1::2], strict=True)
-        ]
+        return [(layer.scaling * b.detach()).to(dtype) for layer, b in zip(self.layers, self.lora[1::2], strict=True)]
 
 
 def project(x: Tensor, group: Group) -> tuple[Tensor, ...]:

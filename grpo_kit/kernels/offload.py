@@ -22,7 +22,7 @@ AHEAD = 2  # tensors that are called for before they are asked for
 
 @dataclass(eq=False)
 class Kept:
-    """A tensor that was handed over: its copy in host memory or, where that is full, itself; and what is coming back."""
+    """A tensor that was handed over: its copy in host memory, or itself where that is full; and what comes back."""
 
     host: Tensor | None
     device: Tensor | None

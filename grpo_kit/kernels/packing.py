@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EVEN_ENOUGH = 0.75  # sequences are padded to a common length for attention if the shortest has this share of the longest
+EVEN_ENOUGH = (
+    0.75  # sequences are padded to a common length for attention if the shortest has this share of the longest
+)
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,8 @@ def pack(sequences: list[tuple[list[int], list[int]]], device: torch.device | st
 
 
 def gather(x: Tensor, tokens: Tensor, shared: bool) -> Tensor:
-    """x [M, …] at tokens [any shape] → [any shape, …]. shared: whether some token is asked for more than once; what comes
-    back to it in backward is added up in float32."""
+    """x [M, …] at tokens [any shape] → [any shape, …]. shared: whether some token is asked for more than once; what
+    comes back to it in backward is added up in float32."""
     out: Tensor = _Gather.apply(x, tokens, shared)
     return out
 

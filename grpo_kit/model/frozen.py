@@ -15,7 +15,7 @@ ADAPTER = "default"
 
 def frozen_linear(module: Any) -> Frozen:
     """`module`: an nn.Linear or a bitsandbytes layer, with or without LoRA around it."""
-    base = module.get_base_layer() if isinstance(module, LoraLayer) else module
+    base: Any = module.get_base_layer() if isinstance(module, LoraLayer) else module
     scaling = module.scaling[ADAPTER] if isinstance(module, LoraLayer) else 1.0
     return Frozen(lambda: dense_weight(base), base.bias, float(scaling))
 
@@ -34,4 +34,6 @@ def lora_of(module: Any) -> tuple[Tensor, ...]:
     """(A [r, K], B [N, r]), or nothing where there is no adapter or it is switched off."""
     if not isinstance(module, LoraLayer) or module.disable_adapters or ADAPTER not in module.lora_A:
         return ()
-    return module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
+    a: Any = module.lora_A[ADAPTER]
+    b: Any = module.lora_B[ADAPTER]
+    return a.weight, b.weight

@@ -1,7 +1,7 @@
 """The decoder as the trainer runs it: from packed tokens to the hidden state after the last layer.
 
-Families with layers of the Llama kind run through `kernels.decoder_layer`, which reads the weights where transformers and
-peft have them. All others run through transformers' own forward pass, padded, with its gradient checkpointing. Sampling
+Families with layers of the Llama kind run through `kernels.decoder_layer`, which reads the weights where transformers
+and peft have them. All others run through transformers' own forward pass, padded, with its gradient checkpointing. Sampling
 uses neither.
 """
 
@@ -26,10 +26,8 @@ from grpo_kit.kernels import (
     decoder_layer,
     rms_norm,
 )
-
 from grpo_kit.model.frozen import frozen_linear, lora_of
 from grpo_kit.model.precision import Precision
-
 
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 
@@ -46,7 +44,8 @@ class Trunk:
 
     def __init__(self, module: PeftModel, precision: Precision, max_seq_length: int):
         self.module, self.precision = module, precision
-        self.decoder: Any = module.get_base_model().get_decoder()
+        model: Any = module.get_base_model()
+        self.decoder: Any = model.get_decoder()
         obstacle = why_not_fused(self.decoder, max_seq_length)
         self.fused = obstacle is None
         self.reason = obstacle or "this family's layers are known"
@@ -101,7 +100,7 @@ def why_not_fused(decoder: Any, max_seq_length: int) -> str | None:
     config = decoder.config
     if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
         return f"its activation is {config.hidden_act}, not SiLU"
-    windows = {_window(layer, config) for layer in layers} - {None}
+    windows = [window for layer in layers if (window := _window(layer, config)) is not None]
     if windows and min(windows) < max_seq_length:
         return f"its attention sees {min(windows)} tokens back, max_seq_length is {max_seq_length}"
     return None

@@ -26,7 +26,8 @@ class Sequence:
 @dataclass(frozen=True)
 class MicroBatch:
     """B sequences, packed; first [B] (where completions start in them), and over the longest completion T: token_mask
-    [B, T] (1 where a token exists), loss_mask [B, T] (1 where it is trained), sampled [B, T] (the engine's logprobs)."""
+    [B, T] (1 where a token exists), loss_mask [B, T] (1 where it is trained), sampled [B, T] (the engine's
+    logprobs)."""
 
     indices: list[int]
     packed: Packed

@@ -17,12 +17,11 @@ from grpo_kit.kernels import (
     Group,
     Offload,
     Surroundings,
+    attention_memory,
     choose_attention,
     decoder_layer,
-    attention_memory,
     pack,
 )
-
 from tests.kernels.test_offload import DiaryLane
 
 H, INNER, HEADS, KV, D, RANK, EPS = 12, 20, 3, 1, 4, 2, 1e-5
@@ -117,7 +116,10 @@ def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("offloaded", ["", "x", "x and attention"])
 @pytest.mark.parametrize("head_norms", [False, True])
 def test_values_and_gradients(head_norms: bool, offloaded: str, tile: int) -> None:
-    layer, around = make_layer(head_norms=head_norms), replace(surroundings(), tile=tile, remember="attention" in offloaded)
+    layer, around = (
+        make_layer(head_norms=head_norms),
+        replace(surroundings(), tile=tile, remember="attention" in offloaded),
+    )
     with Offload(DiaryLane(), 2**30) as offload:
         ours = gradients(lambda x: decoder_layer(x, layer, around, offload if offloaded else None), layer)
         assert (offload.used > 0) is bool(offloaded)
