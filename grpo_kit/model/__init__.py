@@ -2,6 +2,7 @@
 
 from grpo_kit.model.chat import Chat
 from grpo_kit.model.load import load_model
+from grpo_kit.model.memory_plan import MemoryPlan, memory_plan
 from grpo_kit.model.model import LoadOptions, Model, TokenOutputs
 from grpo_kit.model.precision import Precision, choose_precision, dtype_for_capability
 from grpo_kit.model.value_head import ValueHead
@@ -9,6 +10,7 @@ from grpo_kit.model.value_head import ValueHead
 __all__ = [
     "Chat",
     "LoadOptions",
+    "MemoryPlan",
     "Model",
     "Precision",
     "TokenOutputs",
@@ -16,4 +18,5 @@ __all__ = [
     "choose_precision",
     "dtype_for_capability",
     "load_model",
+    "memory_plan",
 ]

@@ -1,10 +1,12 @@
 """The passes of one step over its batch: cut into micro-batches, measured where an algorithm must know the models'
-opinion first, learned from as often as asked."""
+opinion first, learned from as often as asked. Each can be begun again with smaller micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -49,6 +51,16 @@ class Trainee:
     algorithm: Algorithm
     options: TrainOptions
 
+    @property
+    def budget(self) -> int:
+        """Tokens of a micro-batch at most."""
+        assert self.options.tokens_per_micro_batch is not None
+        return self.options.tokens_per_micro_batch
+
+    def with_budget(self, tokens: int) -> Trainee:
+        """The same, learning in other micro-batches."""
+        return replace(self, options=replace(self.options, tokens_per_micro_batch=tokens))
+
     def outputs(self, batch: MicroBatch, train: bool) -> TokenOutputs:
         """[B, T] each. Only in train mode are activations recomputed in backward."""
         self.model.module.train(train)
@@ -67,24 +79,58 @@ class Trainee:
 
 
 def cut(trainee: Trainee, sequences: list[Sequence], units: list[list[int]]) -> list[MicroBatch]:
-    """Micro-batches of at most `tokens_per_micro_batch` tokens; the sequences of a unit stay together, in order."""
-    budget = trainee.options.tokens_per_micro_batch
-    assert budget is not None
+    """Micro-batches within the trainee's budget; the sequences of a unit stay together, in order."""
     lengths = [max(len(sequences[i]) for i in unit) for unit in units]
-    plan = micro_batches(lengths, budget, [len(unit) for unit in units])
+    plan = micro_batches(lengths, trainee.budget, [len(unit) for unit in units])
     device = trainee.model.precision.device
     return [collate(sequences, list(chain.from_iterable(units[u] for u in chosen)), device) for chosen in plan]
 
 
-class Measurement:
+class Pass:
+    """Something that is done with a step's sequences, one micro-batch after another; `units` of them stay together."""
+
+    def __init__(self, trainee: Trainee, sequences: list[Sequence], units: list[list[int]]):
+        self.trainee, self._sequences, self._units = trainee, sequences, units
+        self.batches = cut(trainee, sequences, units)
+
+    def begin(self) -> None:
+        """Called before the jobs of a pass."""
+
+    def jobs(self) -> list[Callable[[], object]]:
+        """What a pass consists of: one job for each micro-batch as they are cut now."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """All that was done since `begin`."""
+
+    @property
+    def divisible(self) -> bool:
+        """Whether any micro-batch is more than one unit."""
+        return len(self.batches) < len(self._units)
+
+    def shrink(self) -> None:
+        """Halve the budget, as often as it takes to cut the sequences otherwise; they must be divisible."""
+        before = [batch.indices for batch in self.batches]
+        while [batch.indices for batch in self.batches] == before:
+            self.trainee = self.trainee.with_budget(self.trainee.budget // 2)
+            self.batches = cut(self.trainee, self._sequences, self._units)
+
+    def _blank(self, value: float) -> Tensor:
+        """[N, T], with T the length of the step's longest completion."""
+        widest = max(len(sequence.completion.token_ids) for sequence in self._sequences)
+        return torch.full((len(self._sequences), widest), value, device=self.trainee.model.precision.device)
+
+
+class Measurement(Pass):
     """A pass over all sequences that changes nothing; what it found is in `estimates` at the end."""
 
     def __init__(self, trainee: Trainee, sequences: list[Sequence]):
-        self.trainee = trainee
-        self.batches = cut(trainee, sequences, [[i] for i in range(len(sequences))])
-        widest = max(batch.width for batch in self.batches)
-        blank = torch.zeros(len(sequences), widest, device=trainee.model.precision.device)
+        super().__init__(trainee, sequences, [[i] for i in range(len(sequences))])
+        blank = self._blank(0.0)
         self._found = {name: blank.clone() for name in ("mask", "tokens", "logprobs", "entropy", "reference", "values")}
+
+    def jobs(self) -> list[Callable[[], object]]:
+        return [partial(self.measure, number) for number in range(len(self.batches))]
 
     @torch.no_grad()
     def measure(self, number: int) -> None:
@@ -116,10 +162,11 @@ class Measurement:
         )
 
 
-class Passes:
-    """One step's batch, and what is remembered of each micro-batch between the passes over it.
+class Passes(Pass):
+    """One step's batch, and what is remembered of each sequence between the passes over it.
 
-    teaching: the sequences that can move the weights; where there are none, only `measure_first` makes sense.
+    teaching: the sequences that can move the weights; where there are none, a pass is `measure_first` alone.
+    old [N, T]: logprobs from before the step, NaN where they are still to be found.
     """
 
     def __init__(
@@ -132,7 +179,9 @@ class Passes:
         scale: Callable[[Tensor], Tensor],
         parameters: list[torch.nn.Parameter],
     ):
-        self.trainee, self.credit, self.scale, self.parameters = trainee, credit, scale, parameters
+        units = [list(pair) for pair in credit.pairs] if credit.pairs else [[i] for i in teaching]
+        super().__init__(trainee, sequences, units or [[i] for i in range(len(sequences))])
+        self.credit, self.scale, self.parameters, self.teaching = credit, scale, parameters, teaching
         self.algorithm, self.options = trainee.algorithm, trainee.options
         device = trainee.model.precision.device
         lengths = torch.tensor([len(s.completion.token_ids) * s.trained for s in sequences])
@@ -141,13 +190,23 @@ class Passes:
         self.token_weight = 1.0 / max(1, int(lengths.sum()))
         self.chosen, self.entropy_weight = self._least_sure(estimates)
         self.estimates = estimates
-        units = [list(pair) for pair in credit.pairs] if credit.pairs else [[i] for i in teaching]
-        self.batches = cut(trainee, sequences, units or [[i] for i in range(len(sequences))])
-        self.old: dict[int, Tensor] = {}  # of each micro-batch, the logprobs from before the step
-        self._measured: set[int] = set()
-        self._references: dict[int, Tensor] = {}
+        self.old, self._references = self._blank(torch.nan), self._blank(torch.nan)
+        self._seen: set[int] = set()  # the sequences that a pass has been over: they are measured once
         self.sums = Sums()
         self.bad: str | None = None  # where a loss was not finite, in words
+
+    def begin(self) -> None:
+        self._at_begin = deepcopy((self.old, self._seen, self.sums))
+
+    def jobs(self) -> list[Callable[[], object]]:
+        if not self.teaching:
+            return [self.measure_first]
+        return [partial(self.learn, number) for number in range(len(self.batches))]
+
+    def forget(self) -> None:
+        self.old, self._seen, self.sums = deepcopy(self._at_begin)
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def learn(self, number: int) -> Tensor:
         """Add the gradient of micro-batch `number` and return its part of the loss. Nothing is kept of a pass that ends
@@ -155,7 +214,8 @@ class Passes:
         batch = self.batches[number]
         reference = self._reference(number)
         outputs = self.trainee.outputs(batch, train=True)
-        old = self.old[number] if number in self.old else outputs.logprobs.detach()
+        old = _of(self.old, batch)
+        old = torch.where(old.isnan(), outputs.logprobs.detach(), old)
         loss = self._objective(batch, outputs, old, reference)
         self._explain(loss.value, batch, outputs)
         gradients = torch.autograd.grad(self.scale(loss.value), self.parameters, allow_unused=True)
@@ -163,14 +223,14 @@ class Passes:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self.sums.add("clip_ratio", loss.clipped.float(), batch.loss_mask)
-        self.old[number] = old
-        if number not in self._measured:
-            self._measured.add(number)
+        self.old[batch.indices, : batch.width] = old
+        if not self._seen.issuperset(batch.indices):
+            self._seen.update(batch.indices)
             self._measure(batch, outputs, reference)
             for name, part in loss.parts.items():
                 self.sums.add(name, part.detach(), batch.loss_mask if part.dim() == 2 else torch.ones_like(part))
         if reference is not None:
-            self._references[number] = reference
+            self._references[batch.indices, : batch.width] = reference
         return loss.value.detach()
 
     @torch.no_grad()
@@ -190,14 +250,14 @@ class Passes:
         return chosen, 1.0 / max(1.0, float(chosen.sum()))
 
     def _reference(self, number: int) -> Tensor | None:
-        """[B, T]. With beta = 0 it only serves the KL curve: the first micro-batch will do."""
-        if number in self._references:
-            return self._references[number]
+        """[B, T]. With beta = 0 it only serves the KL curve: the first micro-batch will do, once."""
+        batch = self.batches[number]
+        seen = self._seen.issuperset(batch.indices)
         if self.estimates is not None and self.estimates.reference is not None:
-            return _of(self.estimates.reference, self.batches[number])
-        if self.options.beta == 0 and number > 0:
+            return _of(self.estimates.reference, batch)
+        if self.options.beta == 0 and (number > 0 or seen):
             return None
-        return self.trainee.reference(self.batches[number])
+        return _of(self._references, batch) if seen else self.trainee.reference(batch)
 
     def _objective(self, batch: MicroBatch, outputs: TokenOutputs, old: Tensor, reference: Tensor | None) -> Loss:
         known = Known(

@@ -37,9 +37,11 @@ if TYPE_CHECKING:
     import pandas
 
 OUT_OF_MEMORY = (
-    "Smaller tokens_per_micro_batch, num_generations or max_completion_length take less memory; the steps made so far "
-    "are kept in the run's folder."
+    "Smaller tokens_per_micro_batch, num_generations or max_completion_length take less memory, and so do load_model's "
+    'load_in_4bit=True, a smaller lora_rank, and optim="adamw_8bit"; the steps made so far are kept in '
+    "the run's folder."
 )
+BUDGET = "tokens_per_micro_batch"
 FAILED_REASONS = ("error", "timeout", "wrong shape", "not finite")
 
 
@@ -77,6 +79,7 @@ class Run:
         self.error: str | None = None
         self._lock = lock
         self._stepper = Stepper(model, prompts, rewards, options, record, self._clock)
+        self._stepper.updater.tell_budget = self._keep_budget
         canary = options.canary or (held_out.messages[0] if held_out else None)
         self._checkups = Checkups(model, held_out, canary, options, record)
         self._elapsed_before = 0.0
@@ -94,6 +97,7 @@ class Run:
         self._history: list[dict[str, Any]] = []  # the steps' metrics
         self._subscribers: list[Callable[[], None]] = []
         self._resumed = False
+        self._kept_budget: int | None = None
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._main, name=f"grpo-kit {self.name}", daemon=True)
 
@@ -207,7 +211,7 @@ class Run:
 
     @property
     def events(self) -> pandas.DataFrame:
-        """What happened when: started, rewards edited, options changed, warnings, checkpoints."""
+        """What happened when: started, rewards edited, options changed, warnings, out of memory, checkpoints."""
         return self.record.events_frame()
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
@@ -256,11 +260,14 @@ class Run:
 
     # ---- the training thread ----
 
-    def go_on_after(self, step: int, elapsed: float, learning_rate: float) -> None:
-        """Before `start`: `step` steps are made already and took `elapsed` seconds."""
+    def go_on_after(self, step: int, elapsed: float, learning_rate: float, budget: int | None) -> None:
+        """Before `start`: `step` steps are made already and took `elapsed` seconds. budget: tokens of a micro-batch, if
+        memory has run out."""
         self.step, self._elapsed_before, self._resumed = step, elapsed, True
-        self._learning_rate = learning_rate
+        self._learning_rate, self._kept_budget = learning_rate, budget
         self._stepper.updater.set_learning_rate(learning_rate)
+        if budget is not None:
+            self._stepper.updater.limit_budget(budget)
 
     def start(self) -> None:
         """Begin. Called once, by `train` and `resume`."""
@@ -289,6 +296,8 @@ class Run:
         self._started = self._clock()
         try:
             todo = f"from step {self.step + 1} of {self.steps}" if self.step < self.steps else "all steps are made"
+            if self._kept_budget is not None:
+                todo += f"; {BUDGET} is {self._kept_budget:,} at most, since memory ran out"
             self._event("resumed" if self._resumed else "started", todo, self.knobs())
             self._set_state("running")
             with self.model.lock:
@@ -410,6 +419,12 @@ class Run:
                 )
                 if self.options.on_reward_error == "pause":
                     self.pause()
+
+    def _keep_budget(self, before: int, after: int) -> None:
+        """Memory ran out in the middle of a step, and its micro-batches became smaller."""
+        self.record.write_run({BUDGET: after})
+        text = f"{BUDGET} {before:,} → {after:,}, kept for the rest of the run"
+        self._event("out of memory", text, {BUDGET: after}, self.step + 1)
 
     def _report_troubles(self) -> None:
         """Numbers that are not finite each time; what runs away the first time, and again if it had come back."""

@@ -24,7 +24,7 @@ from grpo_kit.training.evaluate import Rewards, without_people
 from grpo_kit.training.options import TrainOptions
 from grpo_kit.training.prompts import Prompts, ready_prompts
 from grpo_kit.training.recall import describe, recall_weights, rewards_again
-from grpo_kit.training.run import Run
+from grpo_kit.training.run import BUDGET, Run
 from grpo_kit.training.run_lock import RunLock, refuse_if_elsewhere
 
 if TYPE_CHECKING:
@@ -110,8 +110,9 @@ def resume(
     rewards: None rebuilds ready-made rewards and looks functions up by name in the notebook (rerun their cells first).
     steps:   how many steps to end at, if not the number that the run was to make.
 
-    Learning rate and weights are those last in use, but for a weight that the rewards' definition gives anew. A run of
-    the same model that is still going is stopped cleanly first.
+    Learning rate and weights are those last in use, but for a weight that the rewards' definition gives anew;
+    micro-batches stay as small as they became when memory ran out. A run of the same model that is still going is
+    stopped cleanly first.
 
     Raises FileNotFoundError if the folder holds no run, ValueError if a reward can't be found, the model doesn't fit
     or another process is working on the run.
@@ -142,7 +143,7 @@ def resume(
         with model.lock:
             load_checkpoint(checkpoint, model, run._stepper.updater)
         recall_weights(reward_set, info["rewards"], info["knobs"]["weights"])
-        run.go_on_after(state["step"], state["elapsed"], info["knobs"]["learning_rate"])
+        run.go_on_after(state["step"], state["elapsed"], info["knobs"]["learning_rate"], info.get(BUDGET))
         record.forget_after(state["step"])
         derived = [asdict(setting) for setting in settings]
         record.write_run(

@@ -19,6 +19,7 @@ from grpo_kit.rollout import Completion, stream_seed
 from grpo_kit.store import Record
 from grpo_kit.training.batch import Sequence
 from grpo_kit.training.credit import Credit, give_credit
+from grpo_kit.training.memory import begin_peak, peak_gb
 from grpo_kit.training.options import TrainOptions
 from grpo_kit.training.order import rows_of_step, rows_to_refill
 from grpo_kit.training.prompts import Prompts
@@ -65,13 +66,15 @@ class Stepper:
         """Make step `number` and write it to the record; returns the scores of all answers drawn in it, those of groups
         that were replaced included. Whatever `pause_point` raises leaves the model as after the step before; `unwanted`
         is `Updater.update`'s."""
-        started = self.clock()
+        started, device = self.clock(), self.model.precision.device
+        begin_peak(device)
         learning_rate = self.updater.schedule(number)
         rows = rows_of_step(number, len(self.prompts.messages), self.options.prompts_per_step, self.options.seed)
         self._seconds_scoring, self._tokens, self._asked, self._scored = 0.0, 0, [], []
         first = self._roll_out(number, 0, rows, pause_point)
         rollouts = self._refilled(number, first, pause_point)
-        rolled_out = self.clock()
+        rolled_out, peak_of_rollout = self.clock(), peak_gb(device)
+        begin_peak(device)
         sequences = self._sequences(rollouts)
         estimates = self.updater.measure(sequences, pause_point, unwanted)
         credit = give_credit(self.algorithm, self.options, self._totals(rollouts), rollouts.table, estimates)
@@ -89,6 +92,8 @@ class Stepper:
             "seconds_rollout": rolled_out - started - self._seconds_scoring,
             "seconds_reward": self._seconds_scoring,
             "seconds_update": ended - rolled_out,
+            "peak_gb_rollout": peak_of_rollout,
+            "peak_gb_update": peak_gb(device),
         }
         if self.options.dynamic_sampling_rounds:
             metrics["refilled_groups"] = float(rollouts.replaced)

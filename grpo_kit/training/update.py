@@ -1,11 +1,13 @@
 """From one step's sequences and their credit to changed adapter weights.
 
 Each pass over the batch is one optimizer step, however many micro-batches it takes; the loss weighs every sequence by
-the whole step, so cutting it differently changes nothing.
+the whole step, so cutting it differently changes nothing. A pass that runs out of memory is made again from its
+beginning with half the tokens to a micro-batch.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 
@@ -19,10 +21,13 @@ from grpo_kit.training.finite import first_bad
 from grpo_kit.training.give_up import PassGivenUp, can_be_given_up
 from grpo_kit.training.optimizers import make_optimizer
 from grpo_kit.training.options import TrainOptions
-from grpo_kit.training.passes import Measurement, Passes, Trainee
+from grpo_kit.training.passes import Measurement, Pass, Passes, Trainee
 from grpo_kit.training.schedules import learning_rate_factor
 
 SKIPS_TO_WARN = 3  # steps without an update one after another; fewer are float16's scaler finding its level
+INDIVISIBLE = (
+    "Each micro-batch is a single sequence (or pair) already, so a smaller tokens_per_micro_batch would change nothing."
+)
 
 Unwanted = Callable[[bool], bool]
 
@@ -36,7 +41,7 @@ class Updater:
     """Owns the optimizer, the critic of PPO and, in float16, the gradient scaler.
 
     learning_rate: as it stands, before the schedule. troubles: sentences for the run's warnings, taken from it by the
-    loop.
+    loop. tell_budget(before, after): called when memory ran out and micro-batches became smaller, for good.
     """
 
     def __init__(self, model: Model, options: TrainOptions):
@@ -52,10 +57,15 @@ class Updater:
         self.moved = False  # whether the step being made has changed weights already
         self.scaler = torch.amp.GradScaler(device.type, enabled=model.precision.dtype == torch.float16)
         self.troubles: list[str] = []
+        self.tell_budget: Callable[[int, int], None] = lambda before, after: None
         self._steps_lost = 0
 
     def set_learning_rate(self, value: float) -> None:
         self.learning_rate = value
+
+    def limit_budget(self, tokens: int) -> None:
+        """Micro-batches of no more tokens than that from now on."""
+        self.trainee = self.trainee.with_budget(min(self.trainee.budget, tokens))
 
     def schedule(self, step: int) -> float:
         """Set the optimizer to the learning rate of step `step` (from 1), and return it."""
@@ -69,14 +79,13 @@ class Updater:
         self, sequences: list[Sequence], pause_point: Callable[[], None], unwanted: Unwanted = never
     ) -> Estimates | None:
         """What the models say of the sequences, for algorithms that must know it before they give credit; None for
-        those that need not. `pause_point` and `unwanted` as in `update`."""
+        those that need not. `pause_point` and `unwanted` as in `update`, and so is what happens without memory."""
         options, algorithm = self.options, self.trainee.algorithm
         needed = algorithm.value_head or (algorithm.kl_in_reward and options.beta) or options.top_entropy_quantile < 1
         if not needed:
             return None
         work = Measurement(self.trainee, sequences)
-        for number in range(len(work.batches)):
-            self._until_done(partial(work.measure, number), pause_point, unwanted)
+        self._pass(work, pause_point, unwanted)
         return work.estimates
 
     def update(
@@ -94,6 +103,9 @@ class Updater:
         optimizer step an exception from `pause_point` leaves the weights as they were; from then on neither is called,
         so that a step is never left half done, and only questions are let in between micro-batches.
 
+        Raises torch.OutOfMemoryError, after which the gradients are to be forgotten, only when each micro-batch is a
+        single sequence, or pair, already. If it comes later than in the first pass the weights have moved.
+
         Sequences that are left out of training, or whose credit moves nothing, are not computed; a step without any
         other changes nothing, the optimizer's momentum included.
         """
@@ -101,17 +113,13 @@ class Updater:
         parameters = list(self.parameters.values())
         work = Passes(self.trainee, sequences, credit, estimates, teaching, self.scaler.scale, parameters)
         if not teaching:
-            self._until_done(work.measure_first, pause_point, unwanted)
+            self._pass(work, pause_point, unwanted)
             return {**work.sums.metrics(), "grad_norm": 0.0, **self._skips(0)}
         assert self.options.num_iterations is not None
-        for number in range(len(work.batches)):
-            self._until_done(partial(work.learn, number), pause_point, unwanted)
         grad_norms, skipped, bad = [], 0, None
-        for iteration in range(self.options.num_iterations):
-            if iteration:
-                for number in range(len(work.batches)):
-                    self.model.lock.give_way()
-                    work.learn(number)
+        for _ in range(self.options.num_iterations):
+            self._pass(work, pause_point, unwanted)
+            pause_point, unwanted = self.model.lock.give_way, never
             norm, bad = self._optimizer_step()
             grad_norms.append(norm)
             skipped += bad is not None
@@ -137,17 +145,42 @@ class Updater:
             return [i for i, s in enumerate(sequences) if s.trained]
         return [i for i, s in enumerate(sequences) if s.trained and credit.advantages[i] != 0]
 
-    def _until_done(self, work: Callable[[], object], pause_point: Callable[[], None], unwanted: Unwanted) -> None:
-        """Do one pass over a micro-batch, again and again until it was not given up."""
+    def _pass(self, work: Pass, pause_point: Callable[[], None], unwanted: Unwanted) -> None:
+        """Make one pass over all micro-batches, from its beginning with smaller ones until memory suffices."""
+        work.begin()
+        while not all(self._fitted(work, job, pause_point, unwanted) for job in work.jobs()):
+            self._shrink(work)
+
+    def _fitted(
+        self, work: Pass, job: Callable[[], object], pause_point: Callable[[], None], unwanted: Unwanted
+    ) -> bool:
+        """Do one micro-batch, again and again until it was not given up, and return whether there was enough memory.
+        Then the exception is gone, and with it the tensors that its frames held."""
         first_try = True
         while True:
             pause_point()
             try:
                 with can_be_given_up(self.model.layers, partial(unwanted, first_try)):
-                    work()
-                    return
+                    job()
+                    return True
             except PassGivenUp:
                 first_try = False
+            except torch.OutOfMemoryError as error:
+                if not work.divisible:
+                    error.add_note(INDIVISIBLE)
+                    raise
+                return False
+
+    def _shrink(self, work: Pass) -> None:
+        """Smaller micro-batches for the pass begun and for all that follow."""
+        work.forget()
+        if self.model.precision.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+        before = self.trainee.budget
+        work.shrink()
+        self.trainee = work.trainee
+        self.tell_budget(before, self.trainee.budget)
 
     def _optimizer_step(self) -> tuple[float, str | None]:
         """Clip, step, and clear: returns the gradient's norm before clipping and, where the weights did not move, why.

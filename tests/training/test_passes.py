@@ -164,6 +164,24 @@ def test_the_budget_counts_all_of_a_unit(model, sequences):
         assert len(cut(trainee, sequences, [[3, 0], [2, 4]])) == expected
 
 
+@pytest.mark.parametrize(("budget", "halved"), [(10_000, 78), (40, 20), (25, 12)])
+def test_shrinking_cuts_otherwise(model, sequences, budget, halved):
+    """All together are 5 · 17 tokens: whatever holds them is one micro-batch, and no smaller one."""
+    work = Measurement(trainee_of(model, tokens_per_micro_batch=budget), sequences)
+    before = [batch.indices for batch in work.batches]
+    work.shrink()
+    assert work.trainee.budget == halved
+    after = [batch.indices for batch in work.batches]
+    assert after != before
+    assert after == [batch.indices for batch in cut(work.trainee, sequences, [[i] for i in range(5)])]
+    assert sorted(i for indices in after for i in indices) == [0, 1, 2, 3, 4]
+
+
+def test_what_is_one_unit_each_is_not_divisible(model, sequences):
+    for budget, divisible in ((1, False), (17, False), (25, True), (10_000, True)):
+        assert Measurement(trainee_of(model, tokens_per_micro_batch=budget), sequences).divisible == divisible
+
+
 # ---- sums ----
 
 

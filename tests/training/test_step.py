@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+import grpo_kit.training.step as step_module
 from grpo_kit.rewards import RewardSet, reward
 from grpo_kit.rollout import Completion, Sampling, stream_seed
 from grpo_kit.store import Record
@@ -174,6 +175,34 @@ def test_seconds_go_by_the_clock_given(model, engine, record):
     (row,) = record.steps()
     names = ("seconds", "seconds_rollout", "seconds_reward", "seconds_update")
     assert [row[name] for name in names] == [15, 10.5, 2, 2.5]
+
+
+def test_the_peak_of_memory_is_that_of_each_phase(model, engine, record, monkeypatch):
+    """The engine takes 3 GB, scoring 1 and the update 2."""
+    held, peaks = [0.0], []
+
+    def take(gigabytes):
+        held[0] = max(held[0], gigabytes)
+
+    monkeypatch.setattr(step_module, "begin_peak", lambda device: held.__setitem__(0, 0.0))
+    monkeypatch.setattr(step_module, "peak_gb", lambda device: peaks.append(held[0]) or held[0])
+    made = stepper(
+        model, record, RewardSet(reward(lambda completion: take(1.0) or float(len(completion)), name="size"))
+    )
+    generate, update = engine.generate, made.updater.update
+    monkeypatch.setattr(engine, "generate", lambda *args: take(3.0) or generate(*args))
+    monkeypatch.setattr(made.updater, "update", lambda *args: take(2.0) or update(*args))
+    take(9.0)  # before the step
+    make_step(made)
+    (row,) = record.steps()
+    assert (row["peak_gb_rollout"], row["peak_gb_update"]) == (3, 2)
+    assert peaks == [3, 2]
+
+
+def test_a_cpu_has_no_peak(model, engine, record):
+    make_step(stepper(model, record))
+    (row,) = record.steps()
+    assert (row["peak_gb_rollout"], row["peak_gb_update"]) == (None, None)
 
 
 def test_an_exception_at_a_pause_point_leaves_weights_and_record(model, engine, record):
