@@ -103,7 +103,9 @@ def one(case: Case, folder: Path, small: bool) -> Row:
         "tokens_per_micro_batch": case.micro_batch,
         "optim": case.optim,
     }
-    plan = gk.memory_plan(str(checkpoint), None if cuda else "H200", offload=case.offload, **load, **train)
+    plan = gk.memory_plan(
+        str(checkpoint), None if cuda else "H200", activation_offloading=case.offload, **load, **train
+    )
     model = gk.load_model(str(checkpoint), engine="transformers", **load)
     run = gk.train(
         model,
@@ -111,7 +113,7 @@ def one(case: Case, folder: Path, small: bool) -> Row:
         gk.reward(ids),
         steps=2,
         run_dir=folder / "run",
-        **({"offload": True} if case.offload else {}),
+        **({"activation_offloading": True} if case.offload else {}),
         **train,
     )
     run.wait()
@@ -254,7 +256,7 @@ def table(rows: list[Row]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
-        settings = [row["optim"], *(name for name in ("double_quant", "offload") if row[name])]
+        settings = [row["optim"], *(name for name in ("double_quant", "activation_offloading") if row[name])]
         cells = [number(of[key]) for of in row["compared"] for key in ("planned", "measured", "ratio")]
         moment = list(row["planned_parts"]["update"])[-1]
         step = f"{row['prompts']} × {row['generations']} | {row['micro_batch']:,}"

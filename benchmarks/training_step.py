@@ -41,6 +41,7 @@ def ours(folder: Path, length: int, dtype: str, completions: int, **options: Any
     from grpo_kit.training.batch import Sequence
     from grpo_kit.training.credit import Credit
     from grpo_kit.training.derive import derive
+    from grpo_kit.training.memory import planned
     from grpo_kit.training.options import TrainOptions
     from grpo_kit.training.update import Updater
 
@@ -49,7 +50,7 @@ def ours(folder: Path, length: int, dtype: str, completions: int, **options: Any
     asked = TrainOptions(
         steps=1, prompts_per_step=1, num_generations=max(2, completions), max_completion_length=own, **options
     )
-    updater = Updater(model, derive(asked, on_gpu=True)[0])
+    updater = Updater(model, derive(asked, on_gpu=True, memory=planned(model, asked))[0])
     vocabulary = model.causal_lm.config.vocab_size
     prompt = ids(1, PROMPT, vocabulary, 0)[0].tolist()
     answers = [Completion(row.tolist(), [-10.0] * own, "length", "") for row in ids(completions, own, vocabulary, 1)]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-CHUNK = 512 * 2**20  # bytes pinned at a time; a power of two, or torch's pinned allocator would round up to one
+CHUNK = 512 * 2**20  # bytes pinned at a time
 LEAVING = 2  # tensors on their way out that may still hold GPU memory
 AHEAD = 2  # tensors that are called for before they are asked for
 
@@ -59,6 +59,8 @@ class Offload(AbstractContextManager["Offload"]):
 
     def close(self) -> None:
         """Free the host's memory."""
+        for chunk in self._chunks:
+            self.lane.free(chunk)
         self._chunks, self._filled = [], []
 
     def keep(self, tensor: Tensor) -> Kept:
@@ -96,7 +98,7 @@ class Offload(AbstractContextManager["Offload"]):
         for i, chunk in enumerate(self._chunks):
             if self._filled[i] + tensor.nbytes <= len(chunk):
                 return self._part(i, tensor)
-        size = max(CHUNK, 1 << (tensor.nbytes - 1).bit_length())
+        size = max(CHUNK, tensor.nbytes)
         if sum(map(len, self._chunks)) + size > self.limit:
             return None
         self._chunks.append(self.lane.host_memory(size))
@@ -115,6 +117,7 @@ class Lane(Protocol):
     """How copies travel; `send` and `fetch` return at once, `wait` makes later work wait for one of them."""
 
     def host_memory(self, size: int) -> Tensor: ...
+    def free(self, memory: Tensor) -> None: ...
     def send(self, tensor: Tensor, host: Tensor) -> Any: ...
     def fetch(self, host: Tensor) -> tuple[Tensor, Any]: ...
     def wait(self, event: Any) -> None: ...
@@ -122,13 +125,21 @@ class Lane(Protocol):
 
 
 class CudaLane:
-    """A side stream and pinned memory."""
+    """A side stream, and ordinary memory pinned while it is in use: torch's own pinned tensors stay so for good."""
 
     def __init__(self, device: torch.device):
         self.device, self.stream = device, torch.cuda.Stream(device)
 
     def host_memory(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        memory = torch.empty(size, dtype=torch.uint8)
+        cuda = torch.cuda.cudart()
+        torch.cuda.check_error(cuda.cudaHostRegister(memory.data_ptr(), size, 0))
+        return memory
+
+    def free(self, memory: Tensor) -> None:
+        self.stream.synchronize()
+        cuda = torch.cuda.cudart()
+        torch.cuda.check_error(cuda.cudaHostUnregister(memory.data_ptr()))
 
     def send(self, tensor: Tensor, host: Tensor) -> torch.cuda.Event:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -137,7 +148,7 @@ class CudaLane:
             return self.stream.record_event()
 
     def fetch(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        tensor = torch.empty_like(host, device=self.device, pin_memory=False)
+        tensor = torch.empty_like(host, device=self.device)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))  # its memory may just have been in use
         with torch.cuda.stream(self.stream):
             tensor.copy_(host, non_blocking=True)

@@ -2,7 +2,7 @@
 
 from grpo_kit.model.chat import Chat
 from grpo_kit.model.load import load_model
-from grpo_kit.model.memory_plan import MemoryPlan, memory_plan
+from grpo_kit.model.memory_plan import MemoryPlan, PlanOptions, memory_plan
 from grpo_kit.model.model import LoadOptions, Model, TokenOutputs
 from grpo_kit.model.precision import Precision, choose_precision, dtype_for_capability
 from grpo_kit.model.value_head import ValueHead
@@ -12,6 +12,7 @@ __all__ = [
     "LoadOptions",
     "MemoryPlan",
     "Model",
+    "PlanOptions",
     "Precision",
     "TokenOutputs",
     "ValueHead",

@@ -16,6 +16,7 @@ from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from transformers import AutoConfig, PreTrainedConfig
 
 from grpo_kit.kernels.linear_logprob import CHUNK_BYTES as HEAD_TILE
@@ -45,7 +46,8 @@ class PlanOptions:
     """What decides about memory, by the names and with the defaults of `load_model` and `TrainOptions`.
 
     max_prompt_length: the longest prompt in tokens; what max_seq_length leaves beside the completion unless given.
-    tokens_per_micro_batch, offload (layer inputs of the update to the host): derived from the card if None.
+    tokens_per_micro_batch, activation_offloading (layer inputs of the update to the host): derived from the card if
+    None.
     beta: takes nothing, since the reference is the same model with its adapter off.
     """
 
@@ -62,7 +64,7 @@ class PlanOptions:
     max_completion_length: int = 256
     tokens_per_micro_batch: int | None = None
     beta: float | None = None
-    offload: bool | None = None
+    activation_offloading: bool | None = None
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -212,7 +214,7 @@ def saved_inputs(shape: Shape, options: PlanOptions) -> int:
 
 def saved_on_gpu(shape: Shape, options: PlanOptions) -> int:
     """All of them, or what is on its way while the others are with the host."""
-    kept = min(OFFLOAD_BUFFERS, shape.layers) if options.offload else shape.layers
+    kept = min(OFFLOAD_BUFFERS, shape.layers) if options.activation_offloading else shape.layers
     return kept * options.micro_batch * shape.hidden * options.width
 
 
@@ -318,14 +320,12 @@ def best_token_budget(shape: Shape, gpu: Gpu, options: PlanOptions) -> int:
 def offload_pays(shape: Shape, gpu: Gpu, options: PlanOptions) -> bool:
     """Whether the update would fill much of the card without, and the host has room. Of another machine's host nothing
     is known: it is taken to have."""
-    if _update(shape, replace(options, offload=False)) <= OFFLOAD_FROM * gpu.total:
+    if _update(shape, replace(options, activation_offloading=False)) <= OFFLOAD_FROM * gpu.total:
         return False
     return not gpu.at_hand or saved_inputs(shape, options) <= HOST_SHARE * _host_memory()
 
 
 def _host_memory() -> int:
-    import psutil  # comes with accelerate
-
     return int(psutil.virtual_memory().available)
 
 
@@ -334,7 +334,11 @@ def _update(shape: Shape, options: PlanOptions) -> int:
 
 
 def _with_offload(shape: Shape, gpu: Gpu, options: PlanOptions) -> PlanOptions:
-    return options if options.offload is not None else replace(options, offload=offload_pays(shape, gpu, options))
+    return (
+        options
+        if options.activation_offloading is not None
+        else replace(options, activation_offloading=offload_pays(shape, gpu, options))
+    )
 
 
 # ---- the plan ----
@@ -383,7 +387,7 @@ class MemoryPlan:
     @property
     def offloaded(self) -> int:
         """Bytes with the host: layer inputs of one micro-batch, and a paged optimizer's state."""
-        inputs = saved_inputs(self.shape, self.options) if self.options.offload else 0
+        inputs = saved_inputs(self.shape, self.options) if self.options.activation_offloading else 0
         return inputs + optimizer_state(self.shape, self.options)[1]
 
     @cached_property
@@ -515,9 +519,9 @@ def _notes(shape: Shape, asked: PlanOptions, options: PlanOptions) -> list[tuple
     derived = "the smallest" if smallest else "its update leaves a tenth of the card free"
     budget = f"{options.tokens_per_micro_batch:,}"
     notes = [("tokens_per_micro_batch", budget, derived if asked.tokens_per_micro_batch is None else "asked for")]
-    place = "wait in the host's memory" if options.offload else "stay on the GPU"
+    place = "wait in the host's memory" if options.activation_offloading else "stay on the GPU"
     inputs = f"{_gb(saved_inputs(shape, options))} of layer inputs {place}"
-    notes.append(("offload", "on" if options.offload else "off", inputs))
+    notes.append(("activation_offloading", "on" if options.activation_offloading else "off", inputs))
     paged = optimizer_state(shape, options)[1]
     if paged:
         notes.append(("optimizer", "paged", f"{_gb(paged)} of its state in the host's memory"))
@@ -593,7 +597,7 @@ def _smaller_micro_batches(plan: MemoryPlan) -> list[dict[str, Any]]:
 
 
 def _offload(plan: MemoryPlan) -> list[dict[str, Any]]:
-    return [] if plan.options.offload else [{"offload": True}]
+    return [] if plan.options.activation_offloading else [{"activation_offloading": True}]
 
 
 def _eight_bit_optimizer(plan: MemoryPlan) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from grpo_kit.kernels import Offload, Packed, gather, linear_logprob
 from grpo_kit.model.chat import Chat, Prompt
 from grpo_kit.model.lock import ModelLock
 from grpo_kit.model.lora import lora_parameters, reset_lora, save_lora
+from grpo_kit.model.memory_plan import MemoryPlan, memory_plan
 from grpo_kit.model.precision import Precision
 from grpo_kit.model.trunk import Trunk
 from grpo_kit.model.value_head import ValueHead
@@ -134,6 +135,13 @@ class Model:
                 prompt_ids, replace(sampling, max_tokens=min(sampling.max_tokens, room)), n, between_tokens
             )
 
+    def memory_plan(self, gpu: str | float | None = None, **options: Any) -> MemoryPlan:
+        """Where the GPU's memory will go in training. gpu: the one at hand unless named; options: those of `train` that
+        matter (see `grpo_kit.memory_plan`)."""
+        names = ("load_in_4bit", "double_quant", "max_seq_length", "lora_rank", "dtype")
+        loaded = {name: getattr(self.options, name) for name in names}
+        return memory_plan(self.options.name_or_path, gpu, **{**loaded, **options})
+
     def render(self, prompt: Prompt) -> str:
         """The exact text that the model is given for a prompt."""
         return self.chat.render(prompt)
@@ -199,12 +207,6 @@ class Model:
         """The transformers model under the adapter."""
         module: PreTrainedModel = self.module.get_base_model()  # type: ignore[assignment]
         return module
-
-    @property
-    def layers(self) -> list[torch.nn.Module]:
-        """The decoder's layers, in order; empty for a family that calls them neither `layers` nor `h`."""
-        decoder = self.causal_lm.get_decoder()
-        return list(getattr(decoder, "layers", None) or getattr(decoder, "h", []))
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """The adapter's parameters by name."""

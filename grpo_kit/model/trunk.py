@@ -1,14 +1,14 @@
 """The decoder as the trainer runs it: from packed tokens to the hidden state after the last layer.
 
 Families with layers of the Llama kind run through `kernels.decoder_layer`, which reads the weights where transformers
-and peft have them. All others run through transformers' own forward pass, padded, with its gradient checkpointing. Sampling
-uses neither.
+and peft have them. All others run through transformers' own forward pass, padded, with its gradient checkpointing.
+Sampling uses neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from grpo_kit.kernels import (
 )
 from grpo_kit.model.frozen import frozen_linear, lora_of
 from grpo_kit.model.precision import Precision
+from grpo_kit.model.watch import watched
 
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 
@@ -37,10 +38,7 @@ def nothing() -> None:
 
 
 class Trunk:
-    """Runs the decoder of `module`. fused: whether through our own layers; reason: why, or why not.
-
-    check: called before each layer in both directions, and may end the pass by raising. Set by the training loop.
-    """
+    """Runs the decoder of `module`. fused: whether through our own layers; reason: why, or why not."""
 
     def __init__(self, module: PeftModel, precision: Precision, max_seq_length: int):
         self.module, self.precision = module, precision
@@ -53,12 +51,29 @@ class Trunk:
         self.attention: Attention = choose_attention(
             torch.cuda.get_device_capability(precision.device) if on_gpu else None, precision.dtype
         )
-        self.check: Callable[[], None] = nothing
-        self.remember = True
+        self._check: Callable[[], None] = nothing
+
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """The decoder's layers, in order; empty for a family that calls them neither `layers` nor `h`."""
+        return list(getattr(self.decoder, "layers", None) or getattr(self.decoder, "h", []))
 
     def in_words(self) -> tuple[str, str]:
         """What runs the passes, and why."""
         return ("packed, layer by layer" if self.fused else "padded, by transformers' modules"), self.reason
+
+    @contextmanager
+    def watched(self, check: Callable[[], None]) -> Iterator[None]:
+        """Within the block `check()` is called before each layer in both directions; what it raises ends the pass."""
+        if not self.fused:
+            with watched(self.layers, check):
+                yield
+            return
+        self._check = check
+        try:
+            yield
+        finally:
+            self._check = nothing
 
     def hidden(self, packed: Packed, offload: Offload | None = None) -> Tensor:
         """[M, H], in the order of the packed tokens, after the last norm."""
@@ -83,8 +98,11 @@ class Trunk:
     def _fused(self, packed: Packed, offload: Offload | None) -> Tensor:
         x = self.decoder.embed_tokens(packed.ids)
         cos, sin = self.decoder.rotary_emb(x[None], packed.positions[None])  # [1, M, D] each
-        around = Surroundings(packed, cos[0], sin[0], self.attention, self.check, remember=self.remember)
         layers = [read_layer(layer) for layer in self.decoder.layers]
+        width = self.decoder.config.num_attention_heads * layers[0].head_dim  # of attention's results
+        both = len(layers) * len(packed) * (x.shape[1] + width) * x.element_size()
+        remember = offload is not None and both <= offload.limit
+        around = Surroundings(packed, cos[0], sin[0], self.attention, self._check, remember=remember)
         for layer in layers[:-1]:
             x = decoder_layer(x, layer, around, offload)
         x = decoder_layer(x, layers[-1], around, None)  # its backward comes at once

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from grpo_kit.kernels import Packed, pack
 from grpo_kit.rollout import Completion
+from grpo_kit.training.order import Tokens
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,10 @@ class Sequence:
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion.token_ids)
+
+    @property
+    def size(self) -> Tokens:
+        return Tokens(tuple(self.prompt_ids), len(self.prompt_ids), len(self.completion.token_ids))
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,12 @@ class Setting:
     reason: str
 
 
-def derive(options: TrainOptions, on_gpu: bool, held_out: bool = False) -> tuple[TrainOptions, list[Setting]]:
+def derive(
+    options: TrainOptions, on_gpu: bool, held_out: bool = False, memory: Memory | None = None
+) -> tuple[TrainOptions, list[Setting]]:
     """Fill in what the user left open. What the user set is never changed. held_out: whether there is data to evaluate
-    on. Raises ValueError for an optimizer that can't work on this hardware, and for an evaluation of nothing."""
+    on. memory: what fits into the GPU's. Raises ValueError for an optimizer or offloading that can't work on this
+    hardware, and for an evaluation of nothing."""
     check_optimizer(options.optim, on_gpu)
     derived: dict[str, tuple[Any, str]] = {}
 
@@ -49,10 +52,19 @@ def derive(options: TrainOptions, on_gpu: bool, held_out: bool = False) -> tuple
     _fill_for_checkups(options, held_out, fill)
     if options.importance_sampling_correction is not None:
         fill("importance_sampling_clip_max", CLIP_MAX, USUAL)
-    fill("tokens_per_micro_batch", *((16_384, "for a GPU") if on_gpu else (512, "for a CPU")))
+    _fill_for_memory(options, on_gpu, memory, fill)
     settings = [Setting(name, str(value), reason) for name, (value, reason) in derived.items()]
     filled = {name: value for name, (value, _) in derived.items()}
     return TrainOptions(**{**vars(options), **filled}), settings
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of a memory plan: how many tokens at once, and whether layer inputs go to the host, with the reason."""
+
+    tokens_per_micro_batch: int
+    activation_offloading: bool
+    reason: str
 
 
 Fill = Callable[[str, Any, str], Any]
@@ -81,6 +93,18 @@ def _fill_for_algorithm(options: TrainOptions, algorithm: Algorithm, fill: Fill)
             raise ValueError(
                 f"delta={options.delta} must be above 1 + epsilon_high = {1 + high:g}, or it clips good ones"
             )
+
+
+def _fill_for_memory(options: TrainOptions, on_gpu: bool, memory: Memory | None, fill: Fill) -> None:
+    if not on_gpu:
+        if options.activation_offloading:
+            raise ValueError(
+                "activation_offloading moves what a GPU has to remember into the host's memory: no GPU here"
+            )
+        memory = Memory(512, False, "for a CPU")
+    memory = memory or Memory(8192, False, "for a GPU")
+    fill("tokens_per_micro_batch", memory.tokens_per_micro_batch, memory.reason)
+    fill("activation_offloading", memory.activation_offloading, memory.reason)
 
 
 def _fill_for_checkups(options: TrainOptions, held_out: bool, fill: Fill) -> None:

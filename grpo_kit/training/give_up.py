@@ -5,11 +5,10 @@ A pass over a long micro-batch takes seconds; a person who clicks Pause, or asks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch
+from grpo_kit.model import Model
 
 
 class PassGivenUp(Exception):
@@ -17,25 +16,13 @@ class PassGivenUp(Exception):
 
 
 @contextmanager
-def can_be_given_up(layers: Iterable[torch.nn.Module], unwanted: Callable[[], bool]) -> Iterator[None]:
-    """Within the block a pass through `layers`, forwards or backwards, raises PassGivenUp once `unwanted()` is true."""
+def can_be_given_up(model: Model, unwanted: Callable[[], bool]) -> Iterator[None]:
+    """Within the block a pass of the training loop through the model, forwards or backwards, raises PassGivenUp once
+    `unwanted()` is true."""
 
-    def check(*_: Any) -> None:
+    def check() -> None:
         if unwanted():
             raise PassGivenUp
 
-    def after_forward(layer: torch.nn.Module, inputs: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        if hidden.requires_grad:
-            hidden.register_hook(check)
-
-    handles = [handle for layer in layers for handle in _hooks(layer, check, after_forward)]
-    try:
+    with model.trunk.watched(check):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _hooks(layer: torch.nn.Module, before: Callable[..., None], after: Callable[..., None]) -> tuple[Any, Any]:
-    return layer.register_forward_pre_hook(before), layer.register_forward_hook(after)

@@ -1,8 +1,39 @@
-"""How much GPU memory a phase of a step takes at most."""
+"""How much GPU memory the phases of a step may take, by the plan, and do."""
 
 from __future__ import annotations
 
+import psutil
 import torch
+
+from grpo_kit.kernels import CudaLane, Offload
+from grpo_kit.model import Model, PlanOptions
+from grpo_kit.training.derive import Memory
+from grpo_kit.training.options import TrainOptions
+
+HOST_SHARE = 0.5  # of the host's free memory that may be pinned: nothing else can use it meanwhile
+
+
+def planned(model: Model, options: TrainOptions) -> Memory | None:
+    """What `model.memory_plan` derives for these options; None on a CPU. A family that it can't read gets a cautious
+    guess."""
+    if model.precision.device.type != "cuda":
+        return None
+    names = PlanOptions.__dataclass_fields__.keys() & vars(options).keys()
+    asked = {name: getattr(options, name) for name in names}
+    asked["max_completion_length"] = min(options.max_completion_length, model.max_seq_length - 1)
+    try:
+        plan = model.memory_plan(**asked).options
+    except ValueError as error:
+        return Memory(4096, False, f"a guess, there is no memory plan: {error}")
+    assert plan.tokens_per_micro_batch is not None and plan.activation_offloading is not None
+    return Memory(plan.tokens_per_micro_batch, plan.activation_offloading, "what the memory plan makes room for")
+
+
+def make_offload(device: torch.device, options: TrainOptions) -> Offload | None:
+    """Host memory for what backward needs, pinned as it is used, up to a share of what is free now."""
+    if not options.activation_offloading:
+        return None
+    return Offload(CudaLane(device), int(HOST_SHARE * psutil.virtual_memory().available))
 
 
 def begin_peak(device: torch.device) -> None:

@@ -24,7 +24,7 @@ class TrainOptions:
     """Options of `train`; None means "derive it", and what came out is in `run.settings` with the reason.
 
     The step: each draws `num_generations` answers to each of `prompts_per_step` prompts, and makes `num_iterations`
-    optimizer steps on them. How many answers go through the model at once is derived from `tokens_per_micro_batch`.
+    optimizer steps on them. How many answers go through the model at once follows from `tokens_per_micro_batch`.
 
     The algorithm, by name (`grpo_kit.algorithms.explain()`), and what its loss takes:
     epsilon, epsilon_high, delta: how far the ratio to the old policy may move; delta bounds it for bad tokens too.
@@ -42,6 +42,9 @@ class TrainOptions:
     importance_sampling_correction ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask") and its
         importance_sampling_clip_max, _min: weigh by π_trainer / π_sampler. off_policy_mask_threshold: drop bad answers
         that the policy has left behind by more nats per token than this.
+
+    Memory (`model.memory_plan()` shows where it goes): tokens_per_micro_batch is halved for good if memory runs out;
+    activation_offloading keeps what backward needs of each layer in the host's memory.
 
     Optimizer: optim and lr_scheduler_type by transformers' names; the first warmup_steps steps rise linearly.
     max_grad_norm clips the gradient's norm.
@@ -100,6 +103,7 @@ class TrainOptions:
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
     tokens_per_micro_batch: int | None = None
+    activation_offloading: bool | None = None
 
     eval_steps: int | None = None
     num_generations_eval: int | None = None

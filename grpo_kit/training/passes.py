@@ -4,22 +4,25 @@ opinion first, learned from as often as asked. Each can be begun again with smal
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_kit.algorithms import Algorithm, high_entropy_mask, kl_estimate
+from grpo_kit.kernels import Offload
 from grpo_kit.model import Model, TokenOutputs, ValueHead
 from grpo_kit.training.batch import MicroBatch, Sequence, collate
 from grpo_kit.training.credit import Credit, Estimates
 from grpo_kit.training.finite import first_bad, first_bad_output
 from grpo_kit.training.objective import Known, Loss, pair_objective, policy_objective
 from grpo_kit.training.options import TrainOptions
-from grpo_kit.training.order import micro_batches
+from grpo_kit.training.order import micro_batches, padded_micro_batches
 
 MEANS = ("kl", "entropy", "sampler_gap", "clip_ratio")
 
@@ -50,6 +53,7 @@ class Trainee:
     value_head: ValueHead | None
     algorithm: Algorithm
     options: TrainOptions
+    offload: Offload | None = None
 
     @property
     def budget(self) -> int:
@@ -62,26 +66,38 @@ class Trainee:
         return replace(self, options=replace(self.options, tokens_per_micro_batch=tokens))
 
     def outputs(self, batch: MicroBatch, train: bool) -> TokenOutputs:
-        """[B, T] each. Only in train mode are activations recomputed in backward."""
+        """[B, T] each. To train, within `offloading`, they can be differentiated."""
         self.model.module.train(train)
         return self.model.token_outputs(
-            batch.ids, batch.mask, batch.first, batch.width, self.options.temperature, self.value_head
+            batch.packed,
+            batch.first,
+            batch.width,
+            self.options.temperature,
+            self.value_head,
+            self.offload if train else None,
         )
+
+    def offloading(self) -> AbstractContextManager[Any]:
+        """Around a forward and its backward pass."""
+        return self.offload or nullcontext()
+
+    def outputs_of_modules(self, batch: MicroBatch) -> TokenOutputs:
+        """The same through modules that can be looked at."""
+        self.model.module.train(False)
+        return self.model.token_outputs_of_modules(batch.packed, batch.first, batch.width, self.options.temperature)
 
     @torch.no_grad()
     def reference(self, batch: MicroBatch) -> Tensor:
         """The untrained model's logprobs [B, T]."""
         self.model.module.train(False)
         with self.model.adapter_set(False):
-            return self.model.token_outputs(
-                batch.ids, batch.mask, batch.first, batch.width, self.options.temperature
-            ).logprobs
+            return self.model.token_outputs(batch.packed, batch.first, batch.width, self.options.temperature).logprobs
 
 
 def cut(trainee: Trainee, sequences: list[Sequence], units: list[list[int]]) -> list[MicroBatch]:
     """Micro-batches within the trainee's budget; the sequences of a unit stay together, in order."""
-    lengths = [max(len(sequences[i]) for i in unit) for unit in units]
-    plan = micro_batches(lengths, trainee.budget, [len(unit) for unit in units])
+    way = micro_batches if trainee.model.trunk.fused else padded_micro_batches
+    plan = way([[sequences[i].size for i in unit] for unit in units], trainee.budget)
     device = trainee.model.precision.device
     return [collate(sequences, list(chain.from_iterable(units[u] for u in chosen)), device) for chosen in plan]
 
@@ -213,12 +229,13 @@ class Passes(Pass):
         in an exception."""
         batch = self.batches[number]
         reference = self._reference(number)
-        outputs = self.trainee.outputs(batch, train=True)
-        old = _of(self.old, batch)
-        old = torch.where(old.isnan(), outputs.logprobs.detach(), old)
-        loss = self._objective(batch, outputs, old, reference)
-        self._explain(loss.value, batch, outputs)
-        gradients = torch.autograd.grad(self.scale(loss.value), self.parameters, allow_unused=True)
+        with self.trainee.offloading():
+            outputs = self.trainee.outputs(batch, train=True)
+            old = _of(self.old, batch)
+            old = torch.where(old.isnan(), outputs.logprobs.detach(), old)
+            loss = self._objective(batch, outputs, old, reference)
+            self._explain(loss.value, batch, outputs)
+            gradients = torch.autograd.grad(self.scale(loss.value), self.parameters, allow_unused=True)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
@@ -283,7 +300,7 @@ class Passes(Pass):
             return
         model = self.trainee.model.causal_lm
         with torch.no_grad():
-            module = first_bad_output(model, lambda: self.trainee.outputs(batch, train=False))
+            module = first_bad_output(model, lambda: self.trainee.outputs_of_modules(batch))
         heads = {"logprobs": outputs.logprobs, "entropy": outputs.entropy, "values": outputs.values}
         head = first_bad((f"the head's {name}", values) for name, values in heads.items() if values is not None)
         self.bad = module or head or "the loss itself: all that the model said is finite, advantages or ratios are not"

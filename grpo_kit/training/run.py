@@ -450,6 +450,7 @@ class Run:
     def _end(self, state: str, text: str) -> None:
         """Give everything back; by the time the state says that the run has ended, another one may begin."""
         self._ended = self._clock()
+        self._stepper.updater.close()
         del self._stepper  # the optimizer's memory; the notebook may keep this object for long
         try:
             self._event(state, text)

@@ -21,6 +21,7 @@ from grpo_kit.store import Record
 from grpo_kit.training.checkpoint import checkpoints, load_checkpoint, read_state
 from grpo_kit.training.derive import derive
 from grpo_kit.training.evaluate import Rewards, without_people
+from grpo_kit.training.memory import planned
 from grpo_kit.training.options import TrainOptions
 from grpo_kit.training.prompts import Prompts, ready_prompts
 from grpo_kit.training.recall import describe, recall_weights, rewards_again
@@ -68,7 +69,8 @@ def train(
     computed, for options, columns or prompts that can't work.
     """
     on_gpu = model.precision.device.type == "cuda"
-    chosen, settings = derive(_options(options), on_gpu, held_out=eval_data is not None)
+    asked = _options(options)
+    chosen, settings = derive(asked, on_gpu, held_out=eval_data is not None, memory=planned(model, asked))
     reward_set = _reward_set(rewards)
     prompts = _ready(data, model, reward_set, chosen)
     held_out = None if eval_data is None else _ready(eval_data, model, without_people(reward_set), chosen)

@@ -19,6 +19,7 @@ from grpo_kit.training.batch import Sequence
 from grpo_kit.training.credit import Credit, Estimates
 from grpo_kit.training.finite import first_bad
 from grpo_kit.training.give_up import PassGivenUp, can_be_given_up
+from grpo_kit.training.memory import make_offload
 from grpo_kit.training.optimizers import make_optimizer
 from grpo_kit.training.options import TrainOptions
 from grpo_kit.training.passes import Measurement, Pass, Passes, Trainee
@@ -51,7 +52,8 @@ class Updater:
         self.value_head = (
             ValueHead(model.causal_lm.get_output_embeddings().weight.shape[1], device) if algorithm.value_head else None
         )
-        self.trainee = Trainee(model, self.value_head, algorithm, options)
+        self.offload = make_offload(device, options)
+        self.trainee = Trainee(model, self.value_head, algorithm, options, self.offload)
         self.parameters = {**model.trainable(), **self._critics_parameters()}
         self.optimizer = make_optimizer(options.optim, self.parameters, options.learning_rate, options.weight_decay)
         self.moved = False  # whether the step being made has changed weights already
@@ -126,6 +128,11 @@ class Updater:
         self._report(work.bad or bad, skipped)
         return {**work.sums.metrics(), "grad_norm": sum(grad_norms) / len(grad_norms), **self._skips(skipped)}
 
+    def close(self) -> None:
+        """Give back the host's memory."""
+        if self.offload is not None:
+            self.offload.close()
+
     def forget_gradients(self) -> None:
         """After an exception in the middle of `update`."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -160,7 +167,7 @@ class Updater:
         while True:
             pause_point()
             try:
-                with can_be_given_up(self.model.layers, partial(unwanted, first_try)):
+                with can_be_given_up(self.model, partial(unwanted, first_try)):
                     job()
                     return True
             except PassGivenUp:

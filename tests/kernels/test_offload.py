@@ -26,6 +26,9 @@ class DiaryLane:
         self.log.append(("host", size))
         return torch.empty(size, dtype=torch.uint8)
 
+    def free(self, memory: Tensor) -> None:
+        self.log.append(("free", len(memory)))
+
     def send(self, tensor: Tensor, host: Tensor) -> int:
         host.copy_(tensor)
         return self._event("send")
@@ -110,7 +113,7 @@ def test_buffers_are_used_again_and_freed_at_the_end() -> None:
                 offload.keep(tensor)
     assert lane.names().count("host") == 3
     offload.close()
-    assert offload._chunks == []
+    assert offload._chunks == [] and lane.names().count("free") == 3
 
 
 def test_what_finds_no_room_on_the_host_stays_where_it_is_and_is_counted() -> None:
@@ -126,7 +129,7 @@ def test_a_tensor_larger_than_a_chunk_gets_one_of_its_own() -> None:
     with Offload(lane, 100 * MB) as offload:
         (big,) = layers(1, 2_000_000, torch.float32)
         assert offload.take(offload.keep(big)).equal(big)
-    assert ("host", 8 * MB) in lane.log
+    assert ("host", 8_000_000) in lane.log
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -249,5 +249,5 @@ def test_bfloat16_on_request_has_a_float32_adapter(tiny_checkpoint: Tiny) -> Non
 def test_dropout_is_off_and_said_so(tiny_checkpoint: Tiny) -> None:
     model = load_model(str(tiny_checkpoint("llama", attention_dropout=0.25)), False, max_seq_length=64, lora_rank=4)
     assert model.causal_lm.config.attention_dropout == 0
-    assert all(layer.self_attn.attention_dropout == 0 for layer in model.layers)
+    assert all(layer.self_attn.attention_dropout == 0 for layer in model.trunk.layers)
     assert [reason for what, _, reason in model.notes if what == "dropout"] != []

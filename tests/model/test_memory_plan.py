@@ -163,10 +163,10 @@ def test_the_rollouts_work_by_hand() -> None:
 
 def test_layer_inputs_stay_or_wait_with_the_host() -> None:
     assert saved_on_gpu(HAND, options()) == 5 * 50 * 10 * 2
-    assert saved_on_gpu(HAND, options(offload=True)) == 3 * 50 * 10 * 2
-    plan = memory_plan(QWEN, "T4", offload=True, tokens_per_micro_batch=4096)
+    assert saved_on_gpu(HAND, options(activation_offloading=True)) == 3 * 50 * 10 * 2
+    plan = memory_plan(QWEN, "T4", activation_offloading=True, tokens_per_micro_batch=4096)
     assert plan.offloaded == 28 * 4096 * 3584 * 2
-    assert memory_plan(QWEN, "T4", offload=False).offloaded == 0
+    assert memory_plan(QWEN, "T4", activation_offloading=False).offloaded == 0
 
 
 def test_tokens_of_a_micro_batch() -> None:
@@ -185,7 +185,9 @@ def test_a_phase_has_the_parts_of_its_fullest_moment() -> None:
     at_once = update_parts(HAND, options(tokens_per_micro_batch=88))
     assert at_once["gradients"] == 0, "the first micro-batch has none yet"
     wide = read_shape(QWEN)
-    late = update_parts(wide, replace(PlanOptions(), tokens_per_micro_batch=1024, offload=True, lora_rank=256))
+    late = update_parts(
+        wide, replace(PlanOptions(), tokens_per_micro_batch=1024, activation_offloading=True, lora_rank=256)
+    )
     assert late["gradients"] == 2 * lora(wide, PlanOptions(lora_rank=256)), "two micro-batches' at the end"
     reading = options(prompts_per_step=50, max_prompt_length=19, max_completion_length=1, num_generations=2)
     assert set(rollout_parts(HAND, reading)) == {"KV cache", "reading the prompts"}
@@ -222,17 +224,19 @@ def test_the_token_budget_is_the_largest_that_leaves_a_tenth() -> None:
         gpu = find_gpu(size)
         sums = {}
         for budget in BUDGETS:
-            plan = memory_plan(QWEN, size, offload=False, tokens_per_micro_batch=budget, **own)
+            plan = memory_plan(QWEN, size, activation_offloading=False, tokens_per_micro_batch=budget, **own)
             sums[budget] = sum(plan.phases["update"].values())
         fitting = [budget for budget in BUDGETS if sums[budget] <= 0.9 * gpu.total]
         assert 0 < len(fitting) < len(BUDGETS)
-        assert best_token_budget(shape, gpu, PlanOptions(offload=False, **own)) == max(fitting)
+        assert best_token_budget(shape, gpu, PlanOptions(activation_offloading=False, **own)) == max(fitting)
     assert best_token_budget(shape, find_gpu(5), PlanOptions(**own)) == BUDGETS[0]
 
 
 def test_layer_inputs_go_to_the_host_when_the_update_would_fill_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, options = read_shape(QWEN), PlanOptions(tokens_per_micro_batch=8192)
-    update = sum(memory_plan(QWEN, 80, tokens_per_micro_batch=8192, offload=False).phases["update"].values())
+    update = sum(
+        memory_plan(QWEN, 80, tokens_per_micro_batch=8192, activation_offloading=False).phases["update"].values()
+    )
     assert offload_pays(shape, Gpu("wide", int(update / 0.59)), options) is False
     narrow = Gpu("narrow", int(update / 0.61))
     assert offload_pays(shape, narrow, options) is True
@@ -246,9 +250,9 @@ def test_layer_inputs_go_to_the_host_when_the_update_would_fill_the_card(monkeyp
 def test_what_was_left_open_is_derived_and_what_was_set_is_kept() -> None:
     plan = memory_plan(QWEN, "T4")
     assert plan.options.tokens_per_micro_batch == best_token_budget(plan.shape, plan.gpu, PlanOptions())
-    assert plan.options.offload is offload_pays(plan.shape, plan.gpu, plan.options)
-    kept = memory_plan(QWEN, "T4", tokens_per_micro_batch=1234, offload=False)
-    assert (kept.options.tokens_per_micro_batch, kept.options.offload) == (1234, False)
+    assert plan.options.activation_offloading is offload_pays(plan.shape, plan.gpu, plan.options)
+    kept = memory_plan(QWEN, "T4", tokens_per_micro_batch=1234, activation_offloading=False)
+    assert (kept.options.tokens_per_micro_batch, kept.options.activation_offloading) == (1234, False)
 
 
 # ---- the plan ----
@@ -260,7 +264,7 @@ def test_defaults_are_those_of_load_model_and_train() -> None:
     own = {field.name: field.default for field in fields(PlanOptions)}
     theirs = {**load, **train}
     assert {name: theirs[name] for name in own if name in theirs} == {n: v for n, v in own.items() if n in theirs}
-    assert set(own) - set(theirs) <= {"max_prompt_length", "offload"}
+    assert set(own) - set(theirs) <= {"max_prompt_length", "activation_offloading"}
     assert set(OPTIMIZERS) == set(optimizers.OPTIMIZERS)
 
 
@@ -285,7 +289,7 @@ def test_a_plan_is_compared_without_what_torch_does_not_see() -> None:
     assert pandas.isna(frame.loc["update", "measured"])
 
 
-LARGE: dict[str, Any] = {"tokens_per_micro_batch": 32_768, "offload": False}
+LARGE: dict[str, Any] = {"tokens_per_micro_batch": 32_768, "activation_offloading": False}
 TOO_MUCH: dict[str, tuple[float, dict[str, Any]]] = {
     "rollout": (15.6, {"max_seq_length": 8192, "max_completion_length": 2048}),
     "update": (12, {"max_seq_length": 2048, "max_completion_length": 1792, "prompts_per_step": 2, **LARGE}),

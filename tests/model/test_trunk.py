@@ -130,6 +130,6 @@ def test_another_activation_is_not_ours(tiny_checkpoint: Tiny) -> None:
 
 def test_whoever_ends_a_pass_is_asked_before_each_layer(model: Model) -> None:
     asked = []
-    model.trunk.check = lambda: asked.append(1)  # type: ignore[assignment]
-    gradients(model, model.trunk.hidden, pack(SEQUENCES))
-    assert len(asked) == 2 * len(model.layers)
+    with model.trunk.watched(lambda: asked.append(1)):
+        gradients(model, model.trunk.hidden, pack(SEQUENCES))
+    assert len(asked) == 2 * len(model.trunk.layers)

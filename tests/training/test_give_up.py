@@ -1,50 +1,47 @@
-"""A pass given up in its middle leaves nothing behind, and is made again."""
+"""A pass through a model, given up before any of its layers in either direction, whichever way it is run."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+import grpo_kit as gk
+from grpo_kit.kernels import pack
 from grpo_kit.training.give_up import PassGivenUp, can_be_given_up
 
-
-@pytest.fixture
-def layers():
-    torch.manual_seed(0)
-    return [torch.nn.Linear(4, 4) for _ in range(3)]
+PACKED = pack([([1, 2], [3, 4, 5])])
 
 
-def through(layers, hidden):
-    for layer in layers:
-        hidden = layer(hidden)
-    return hidden.sum()
+def gradients(model):
+    return torch.autograd.grad(model.trunk.hidden(PACKED).sum(), list(model.trainable().values()))
 
 
-def given_up_at(count, layers):
-    """How many checks were made when the `count`-th said that the pass is unwanted."""
+@pytest.fixture(params=["llama", "gemma2"])
+def model(request, tiny_checkpoint):
+    """One that runs through our own layers, and one that does not."""
+    loaded = gk.load_model(str(tiny_checkpoint(request.param)), load_in_4bit=False, max_seq_length=64, lora_rank=4)
+    assert loaded.trunk.fused is (request.param == "llama")
+    yield loaded
+    loaded.unload()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_before_each_of_two_layers_in_both_directions(model, count):
     checks = []
 
     def unwanted():
         checks.append(1)
         return len(checks) == count
 
-    inputs = torch.ones(2, 4, requires_grad=True)
-    with pytest.raises(PassGivenUp), can_be_given_up(layers, unwanted):
-        through(layers, inputs).backward()
-    return len(checks)
+    with pytest.raises(PassGivenUp), can_be_given_up(model, unwanted):
+        gradients(model)
+    assert len(checks) == count
 
 
-@pytest.mark.parametrize("check", [1, 2, 3, 4, 5, 6])
-def test_it_can_be_given_up_before_each_layer_forwards_and_backwards(layers, check):
-    assert given_up_at(check, layers) == check
-
-
-def test_a_pass_that_is_wanted_is_unchanged_and_the_hooks_go(layers):
-    plain = torch.autograd.grad(through(layers, torch.ones(2, 4)), layers[0].weight)[0]
-    with can_be_given_up(layers, lambda: False):
-        watched = torch.autograd.grad(through(layers, torch.ones(2, 4)), layers[0].weight)[0]
-    assert torch.equal(plain, watched)
-    with pytest.raises(PassGivenUp), can_be_given_up(layers, lambda: True):
-        through(layers, torch.ones(2, 4))
-    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
-    through(layers, torch.ones(2, 4))
+def test_afterwards_no_one_asks_and_the_pass_is_as_it_was(model):
+    plain = gradients(model)
+    with can_be_given_up(model, lambda: False):
+        assert all(a.equal(b) for a, b in zip(gradients(model), plain, strict=True))
+    with pytest.raises(PassGivenUp), can_be_given_up(model, lambda: True):
+        gradients(model)
+    assert all(a.equal(b) for a, b in zip(gradients(model), plain, strict=True))

@@ -229,10 +229,10 @@ def test_what_is_left_out_is_not_computed(trained, sequences, options, monkeypat
     if made.value_head is not None:
         learned_from = with_critic(made, masked, ADVANTAGES)
 
-    def counted(ids, *args):
+    def counted(packed, *args):
         if torch.is_grad_enabled():
-            rows.append(len(ids))
-        return outputs(ids, *args)
+            rows.append(len(packed.rows))
+        return outputs(packed, *args)
 
     monkeypatch.setattr(trained, "token_outputs", counted)
     made.update(masked, *learned_from, lambda: None)
