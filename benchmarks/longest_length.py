@@ -4,7 +4,8 @@
     python benchmarks/longest_length.py --systems grpo-kit --shapes Llama-3.1-8B
 
 A T4's profile on whatever GPU is there: no bfloat16 anywhere, torch's memory of the process capped, and for ours the
-one attention kernel that a T4 has. Random weights in 4 bits, LoRA rank 32; of the lengths in LENGTHS, found by bisection.
+one attention kernel that a T4 has. Random weights in 4 bits, LoRA rank 32; of the lengths in LENGTHS, found by
+bisection.
 Writes longest_length.md and .json into benchmarks/results/ (or --into) after each.
 """
 
@@ -58,11 +59,16 @@ def one(system: str, shape: str, checkpoints: Path) -> Row:
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(CAP_GB * 1e9 / total)
+    import training_step
+
+    step_of = training_step.SYSTEMS[system](folder, LENGTHS[-1], DTYPE, 1)
+    if system == "grpo-kit":
+        _attend_as_a_t4()
     tried: list[Row] = []
     low, high = -1, len(LENGTHS)  # the longest known to train, the shortest known not to
     while high - low > 1:
         middle = (low + high) // 2
-        tried.append(attempt(system, folder, LENGTHS[middle]))
+        tried.append(attempt(step_of, LENGTHS[middle]))
         low, high = (middle, high) if "peak_gb" in tried[-1] else (low, middle)
     best = max((row for row in tried if "peak_gb" in row), key=lambda row: row["length"], default={"length": 0})
     import training_memory
@@ -70,16 +76,12 @@ def one(system: str, shape: str, checkpoints: Path) -> Row:
     return {"system": system, "model": shape, **best, "tried": tried, **training_memory.where(system)}
 
 
-def attempt(system: str, folder: Path, length: int) -> Row:
+def attempt(step_of: Any, length: int) -> Row:
     import torch
     import training_step
 
     try:
-        step = training_step.SYSTEMS[system](folder, length, DTYPE, 1)
-        if system == "grpo-kit":
-            _attend_as_a_t4()
-        row = {"length": length, **training_step.measured(step, 1)}
-        del step
+        row = {"length": length, **training_step.measured(step_of(length), 1)}
     except Exception as error:
         row = {"length": length, "failed": f"{type(error).__name__}: {error}"[:200]}
     gc.collect()

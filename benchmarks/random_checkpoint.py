@@ -86,12 +86,13 @@ def _empty(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
 
 def _state(config: PreTrainedConfig, dtype: torch.dtype, double_quant: bool) -> dict[str, torch.Tensor]:
     """Names as transformers saves them, on the CPU."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
     empty, state = _empty(config, dtype), {}
     linear = {n for n, m in empty.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
     for name, parameter in empty.named_parameters():
         module, leaf = name.rsplit(".", 1)
-        weight = torch.empty(parameter.shape, dtype=dtype, device="cuda")
+        weight = torch.empty(parameter.shape, dtype=dtype, device=device)
         if "norm" in name:
             weight.fill_(1.0)
         elif leaf == "bias":
@@ -101,7 +102,7 @@ def _state(config: PreTrainedConfig, dtype: torch.dtype, double_quant: bool) -> 
         if module in linear and leaf == "weight":
             packed = bnb.nn.Params4bit(
                 weight, requires_grad=False, quant_type="nf4", compress_statistics=double_quant
-            ).cuda()
+            ).to(device)
             state[name] = packed.data.cpu()
             state |= {f"{name}.{k}": v.cpu() for k, v in packed.quant_state.as_dict(packed=True).items()}
         else:

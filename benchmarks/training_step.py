@@ -15,6 +15,7 @@ import torch
 
 PROMPT, RANK = 512, 32
 Step = Callable[[], float]  # makes one step; returns the gradient's norm
+StepOf = Callable[[int], Step]  # for a total length
 
 
 def measured(step: Step, repetitions: int = 2) -> dict[str, float]:
@@ -34,7 +35,7 @@ def ids(count: int, length: int, vocabulary: int, seed: int) -> torch.Tensor:
     return torch.randint(4, vocabulary, (count, length), generator=torch.Generator().manual_seed(seed))
 
 
-def ours(folder: Path, length: int, dtype: str, completions: int, **options: Any) -> Step:
+def ours(folder: Path, longest: int, dtype: str, completions: int, **options: Any) -> StepOf:
     """The prompt is the group's own, as in a run, and computed once for those that share a micro-batch."""
     import grpo_kit as gk
     from grpo_kit.rollout import Completion
@@ -45,40 +46,46 @@ def ours(folder: Path, length: int, dtype: str, completions: int, **options: Any
     from grpo_kit.training.options import TrainOptions
     from grpo_kit.training.update import Updater
 
-    model = gk.load_model(str(folder), load_in_4bit=True, max_seq_length=131_072, lora_rank=RANK, dtype=dtype)
-    own = length - PROMPT
-    asked = TrainOptions(
-        steps=1, prompts_per_step=1, num_generations=max(2, completions), max_completion_length=own, **options
-    )
-    updater = Updater(model, derive(asked, on_gpu=True, memory=planned(model, asked))[0])
+    model = gk.load_model(str(folder), load_in_4bit=True, max_seq_length=longest, lora_rank=RANK, dtype=dtype)
     vocabulary = model.causal_lm.config.vocab_size
-    prompt = ids(1, PROMPT, vocabulary, 0)[0].tolist()
-    answers = [Completion(row.tolist(), [-10.0] * own, "length", "") for row in ids(completions, own, vocabulary, 1)]
-    advantages = torch.randn(completions, generator=torch.Generator().manual_seed(2))
-    sequences = [Sequence(prompt, answer) for answer in answers]
+    updaters: list[Updater] = []
 
-    def step() -> float:
-        with model.lock:
-            updater.optimizer.param_groups[0]["lr"] = 0.0  # every repetition does the same work
-            metrics = updater.update(sequences, Credit(advantages, None, None, {}), None, lambda: None)
-        return float(metrics["grad_norm"] or 0.0)
+    def step_of(length: int) -> Step:
+        own = length - PROMPT
+        asked = TrainOptions(
+            prompts_per_step=1, num_generations=max(2, completions), max_completion_length=own, **options
+        )
+        for used in updaters:
+            used.close()  # the host's memory, before the next one takes its share
+        updaters[:] = [Updater(model, derive(asked, on_gpu=True, memory=planned(model, asked, PROMPT))[0])]
+        prompt = ids(1, PROMPT, vocabulary, 0)[0].tolist()
+        drawn = ids(completions, own, vocabulary, 1)
+        sequences = [Sequence(prompt, Completion(row.tolist(), [-10.0] * own, "length", "")) for row in drawn]
+        credit = Credit(torch.randn(completions, generator=torch.Generator().manual_seed(2)), None, None, {})
 
-    return step
+        def step() -> float:
+            with model.lock:
+                updaters[0].optimizer.param_groups[0]["lr"] = 0.0  # every repetition does the same work
+                metrics = updaters[0].update(sequences, credit, None, lambda: None)
+            return float(metrics["grad_norm"] or 0.0)
+
+        return step
+
+    return step_of
 
 
-def trl(folder: Path, length: int, dtype: str, completions: int) -> Step:
+def trl(folder: Path, longest: int, dtype: str, completions: int) -> StepOf:
     """TRL's trainer, gradient checkpointing, SDPA."""
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    number_format = getattr(torch, dtype)
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=number_format, attn_implementation="sdpa", device_map={"": 0}
+        folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", device_map={"": 0}
     )
     trainer = GRPOTrainer(
         model=model,
-        args=_trl_config(GRPOConfig, length, dtype, completions, gradient_checkpointing=True),
+        args=_trl_config(GRPOConfig, longest, dtype, completions, gradient_checkpointing=True),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         train_dataset=_one_prompt(completions),
         processing_class=AutoTokenizer.from_pretrained(folder),
@@ -87,11 +94,12 @@ def trl(folder: Path, length: int, dtype: str, completions: int) -> Step:
     trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainer.model.enable_input_require_grads()
     trainer.model.train()
-    return _trl_step(trainer, length, completions)
+    return lambda length: _trl_step(trainer, length, completions)
 
 
-def unsloth(folder: Path, length: int, dtype: str, completions: int) -> Step:
-    """Unsloth's model and patched trainer, with its own gradient checkpointing."""
+def unsloth(folder: Path, longest: int, dtype: str, completions: int) -> StepOf:
+    """Unsloth's model and patched trainer, with its own gradient checkpointing; a trainer for each length, since it
+    remembers how it cut its batch."""
     os.environ.update(HF_HUB_OFFLINE="1", UNSLOTH_DISABLE_STATISTICS="1")
     import unsloth  # noqa: F401 - it has to come first
     from trl import GRPOConfig, GRPOTrainer
@@ -99,7 +107,7 @@ def unsloth(folder: Path, length: int, dtype: str, completions: int) -> Step:
 
     model, tokenizer = FastLanguageModel.from_pretrained(
         str(folder),
-        max_seq_length=length,
+        max_seq_length=longest,
         load_in_4bit=True,
         fast_inference=False,
         dtype=getattr(torch, dtype),
@@ -112,19 +120,23 @@ def unsloth(folder: Path, length: int, dtype: str, completions: int) -> Step:
         target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         use_gradient_checkpointing="unsloth",
     )
-    trainer = GRPOTrainer(
-        model=model,
-        args=_trl_config(GRPOConfig, length, dtype, completions, max_steps=1),
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        train_dataset=_one_prompt(completions),
-        processing_class=tokenizer,
-    )
-    FastLanguageModel.for_training(trainer.model)
-    tokens = torch.tensor(completions * (length - PROMPT), device="cuda")
-    return _trl_step(trainer, length, completions, num_items_in_batch=tokens)
+
+    def step_of(length: int) -> Step:
+        trainer = GRPOTrainer(
+            model=model,
+            args=_trl_config(GRPOConfig, length, dtype, completions, max_steps=1),
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            train_dataset=_one_prompt(completions),
+            processing_class=tokenizer,
+        )
+        FastLanguageModel.for_training(trainer.model)
+        tokens = torch.tensor(completions * (length - PROMPT), device="cuda")
+        return _trl_step(trainer, length, completions, num_items_in_batch=tokens)
+
+    return step_of
 
 
-SYSTEMS: dict[str, Callable[..., Step]] = {"grpo-kit": ours, "TRL": trl, "Unsloth": unsloth}
+SYSTEMS: dict[str, Callable[..., StepOf]] = {"grpo-kit": ours, "TRL": trl, "Unsloth": unsloth}
 
 
 def _trl_config(kind: Any, length: int, dtype: str, completions: int, **more: Any) -> Any:

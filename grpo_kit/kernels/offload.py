@@ -6,6 +6,7 @@ Nothing of torch is changed: whoever wants a tensor kept hands it over and asks 
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -34,13 +35,14 @@ class Offload(AbstractContextManager["Offload"]):
     """Within the block `keep` takes tensors and `take` gives them back; on any exit everything is let go.
 
     limit: bytes of host memory that may be pinned; what is beyond stays where it is. Buffers are used again by the next
-    block and freed by `close`. used, stayed: bytes that went to the host in the last block, and that found no room.
+    block and freed by `close()`, for good. used, stayed: bytes that went to the host in the last block, and that found no room.
     """
 
     def __init__(self, lane: Lane, limit: int):
         self.lane, self.limit = lane, limit
         self.used = self.stayed = 0
         self._chunks: list[Tensor] = []
+        self.close = weakref.finalize(self, _free, lane, self._chunks)
         self._filled: list[int] = []
         self._stack: list[Kept] = []
         self._leaving: deque[tuple[Tensor, Any]] = deque()
@@ -56,12 +58,6 @@ class Offload(AbstractContextManager["Offload"]):
         self._stack.clear()
         self._leaving.clear()
         self._filled = [0] * len(self._chunks)
-
-    def close(self) -> None:
-        """Free the host's memory."""
-        for chunk in self._chunks:
-            self.lane.free(chunk)
-        self._chunks, self._filled = [], []
 
     def keep(self, tensor: Tensor) -> Kept:
         """Take a tensor; the caller drops its own reference."""
@@ -111,6 +107,13 @@ class Offload(AbstractContextManager["Offload"]):
         self._filled[i] = start + -(-tensor.nbytes // 64) * 64  # 64: views of any format are aligned
         flat = self._chunks[i][start : start + tensor.nbytes].view(tensor.dtype)
         return flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
+
+
+def _free(lane: Lane, chunks: list[Tensor]) -> None:
+    """Also when an Offload is dropped: memory that stays pinned when it is free is an error for who gets it next."""
+    for chunk in chunks:
+        lane.free(chunk)
+    chunks.clear()
 
 
 class Lane(Protocol):

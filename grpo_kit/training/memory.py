@@ -13,14 +13,15 @@ from grpo_kit.training.options import TrainOptions
 HOST_SHARE = 0.5  # of the host's free memory that may be pinned: nothing else can use it meanwhile
 
 
-def planned(model: Model, options: TrainOptions) -> Memory | None:
+def planned(model: Model, options: TrainOptions, longest_prompt: int) -> Memory | None:
     """What `model.memory_plan` derives for these options; None on a CPU. A family that it can't read gets a cautious
     guess."""
     if model.precision.device.type != "cuda":
         return None
     names = PlanOptions.__dataclass_fields__.keys() & vars(options).keys()
     asked = {name: getattr(options, name) for name in names}
-    asked["max_completion_length"] = min(options.max_completion_length, model.max_seq_length - 1)
+    asked["max_prompt_length"] = longest_prompt
+    asked["max_completion_length"] = min(options.max_completion_length, model.max_seq_length - longest_prompt)
     try:
         plan = model.memory_plan(**asked).options
     except ValueError as error:

@@ -69,10 +69,11 @@ def train(
     computed, for options, columns or prompts that can't work.
     """
     on_gpu = model.precision.device.type == "cuda"
-    asked = _options(options)
-    chosen, settings = derive(asked, on_gpu, held_out=eval_data is not None, memory=planned(model, asked))
-    reward_set = _reward_set(rewards)
-    prompts = _ready(data, model, reward_set, chosen)
+    asked, reward_set = _options(options), _reward_set(rewards)
+    derive(asked, on_gpu, held_out=eval_data is not None)  # what can't work is said before any prompt is looked at
+    prompts = _ready(data, model, reward_set, asked)
+    memory = planned(model, asked, longest_prompt=max(map(len, prompts.token_ids)))
+    chosen, settings = derive(asked, on_gpu, held_out=eval_data is not None, memory=memory)
     held_out = None if eval_data is None else _ready(eval_data, model, without_people(reward_set), chosen)
     _check_canary(model, chosen)
     directory = _new_directory(run_dir, model, chosen)

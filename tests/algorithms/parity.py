@@ -110,7 +110,7 @@ def our_pass(
     parameters = list(updater.parameters.values())
     work = Passes(updater.trainee, batch, credit, estimates, list(range(len(batch))), lambda loss: loss, parameters)
     if estimates is not None:
-        work.old = {n: estimates.logprobs[b.indices, : b.width] for n, b in enumerate(work.batches)}
+        work.old = estimates.logprobs.clone()
     return sum(work.learn(number).item() for number in range(len(work.batches))), work.sums
 
 

@@ -21,20 +21,21 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-OPERATIONS = ("rms_norm", "swiglu", "rotary")
+OPERATIONS = ("rms_norm", "swiglu", "rotary", "linear_logprob")
 
 
 def launch(launcher: str, *args: Any) -> Any:
     """What a launcher, such as "rms_norm_triton.forward", returns for `args`."""
-    return _where_kernels_run(_launch, launcher, args)
+    return where_kernels_run(_launch, launcher, args)
 
 
 def differentiate(operation: str, inputs: list[Any], wanted: int, grads: list[Tensor]) -> list[Tensor]:
     """The results of an operation that uses kernels, then the gradients of its first `wanted` inputs."""
-    return _where_kernels_run(_differentiate, operation, inputs, wanted, grads)
+    return where_kernels_run(_differentiate, operation, inputs, wanted, grads)
 
 
-def _where_kernels_run(function: Callable[..., Any], *args: Any) -> Any:
+def where_kernels_run(function: Callable[..., Any], *args: Any) -> Any:
+    """What `function` returns for `args`; it, they and the result must pickle. Tensors come and go by copy."""
     if find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     if torch.cuda.is_available():

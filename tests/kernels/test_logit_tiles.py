@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_kit.kernels import linear_logprob
 from grpo_kit.kernels.linear_logprob import Head, LinearLogprob
+from tests.kernels.launching import where_kernels_run
 from tests.kernels.test_linear_logprob import HEADS, reference
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
 pytest.importorskip("triton")
 from grpo_kit.kernels.logit_tiles import Tiles  # noqa: E402
 
@@ -28,35 +25,46 @@ UNEVEN = Tiles(rows=4, columns=20)
 
 def inputs(dtype: torch.dtype = torch.float32, size: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(0)
-    hidden = torch.randn(ROWS, WIDTH, generator=g).to(DEVICE, dtype).requires_grad_()
-    weight = (size * torch.randn(VOCAB, WIDTH, generator=g)).to(DEVICE, dtype).requires_grad_()
+    hidden = torch.randn(ROWS, WIDTH, generator=g).to(dtype)
+    weight = (size * torch.randn(VOCAB, WIDTH, generator=g)).to(dtype)
     token_ids = torch.randint(VOCAB, (ROWS,), generator=g)
     token_ids[:2] = torch.tensor([0, VOCAB - 1])
-    return hidden, weight, token_ids.to(DEVICE)
+    return hidden, weight, token_ids
 
 
 def upstream() -> tuple[Tensor, Tensor]:
     """The gradients that come in: of the logprobs and of the entropies, [N] each."""
     g = torch.Generator().manual_seed(9)
-    return torch.randn(ROWS, generator=g).to(DEVICE), torch.randn(ROWS, generator=g).to(DEVICE)
+    return torch.randn(ROWS, generator=g), torch.randn(ROWS, generator=g)
 
 
-def tiled(hidden: Tensor, weight: Tensor, token_ids: Tensor, tiles: Tiles = UNEVEN, **head: Any) -> Any:
+def of_logprobs(rows: int) -> tuple[Tensor, Tensor]:
+    """The gradients that come in from the sum of the logprobs."""
+    return torch.ones(rows), torch.zeros(rows)
+
+
+def in_tiles(hidden: Tensor, weight: Tensor, token_ids: Tensor, tiles: Tiles, **head: Any) -> Any:
     return LinearLogprob.apply(hidden, weight, token_ids, Head(**head), tiles)
 
 
-def outcome(function: Any, given: tuple[Tensor, ...], grads: tuple[Tensor, Tensor], **head: Any) -> list[Tensor]:
-    """[logprob, entropy, gradient of hidden, gradient of weight], of leaves of their own."""
-    hidden, weight = (t.detach().clone().requires_grad_() for t in given[:2])
-    made = function(hidden, weight, given[2], **head)
+def outcome(function: Any, given: tuple[Tensor, ...], grads: tuple[Tensor, Tensor], trained: bool = True) -> list[Any]:
+    """[logprob, entropy, gradient of hidden, gradient of weight]; the last is None if the weight is not trained."""
+    hidden, weight = given[0].detach().requires_grad_(), given[1].detach().requires_grad_(trained)
+    made = function(hidden, weight, given[2])
     torch.autograd.backward(made, [g.to(made[0].dtype) for g in grads])
-    assert hidden.grad is not None and weight.grad is not None
+    assert hidden.grad is not None
     return [made[0].detach(), made[1].detach(), hidden.grad, weight.grad]
+
+
+def tiled(
+    given: tuple[Tensor, ...], grads: tuple[Tensor, Tensor], tiles: Tiles = UNEVEN, **head: Any
+) -> list[Tensor]:
+    return where_kernels_run(outcome, partial(in_tiles, tiles=tiles, **head), given, grads)
 
 
 def exact(given: tuple[Tensor, ...], grads: tuple[Tensor, Tensor], **head: Any) -> list[Tensor]:
     """The same in float64, from the numbers as they are in their formats."""
-    return outcome(reference, (given[0].double(), given[1].double(), given[2]), grads, **head)
+    return outcome(partial(reference, **head), (given[0].double(), given[1].double(), given[2]), grads)
 
 
 def error(got: Tensor, expected: Tensor) -> float:
@@ -66,7 +74,7 @@ def error(got: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("head", HEADS, ids=str)
 def test_values_and_gradients_equal_float64(head: dict[str, Any]) -> None:
-    ours = outcome(tiled, inputs(), upstream(), **head)
+    ours = tiled(inputs(), upstream(), **head)
     for got, expected in zip(ours, exact(inputs(), upstream(), **head), strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=3e-6)
@@ -74,7 +82,7 @@ def test_values_and_gradients_equal_float64(head: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("tiles", [Tiles(ROWS, VOCAB), Tiles(2, 36), Tiles(100, 9)], ids=str)
 def test_the_tile_does_not_matter(tiles: Tiles) -> None:
-    ours = outcome(tiled, inputs(), upstream(), tiles=tiles)
+    ours = tiled(inputs(), upstream(), tiles=tiles)
     for got, expected in zip(ours, exact(inputs(), upstream()), strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=3e-6)
 
@@ -82,9 +90,9 @@ def test_the_tile_does_not_matter(tiles: Tiles) -> None:
 def test_a_tile_may_be_wider_than_a_program() -> None:
     """5,000 columns: the row's program makes two rounds, the gradient has three programs a row."""
     g = torch.Generator().manual_seed(1)
-    weight = torch.randn(5000, WIDTH, generator=g).to(DEVICE)
-    given = inputs()[0], weight, torch.tensor([0, 4095, 4096, 4999, 1, 2047, 2048], device=DEVICE)
-    ours = outcome(tiled, given, upstream(), tiles=Tiles(ROWS, 5000))
+    weight = torch.randn(5000, WIDTH, generator=g)
+    given = inputs()[0], weight, torch.tensor([0, 4095, 4096, 4999, 1, 2047, 2048])
+    ours = tiled(given, upstream(), tiles=Tiles(ROWS, 5000))
     for got, expected in zip(ours, exact(given, upstream()), strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=3e-6)
 
@@ -93,20 +101,18 @@ def test_a_tile_may_be_wider_than_a_program() -> None:
 @pytest.mark.parametrize("head", HEADS[::4], ids=str)
 def test_sixteen_bits_round_gradients_only(head: dict[str, Any], dtype: torch.dtype, epsilon: float) -> None:
     """Logits are float32, so the values are; gradients are rounded twice, of the logits and of the result."""
-    ours = outcome(tiled, inputs(dtype), upstream(), **head)
+    ours = tiled(inputs(dtype), upstream(), **head)
     expected = exact(inputs(dtype), upstream(), **head)
     assert [t.dtype for t in ours] == [torch.float32, torch.float32, dtype, dtype]
     assert max(error(*pair) for pair in zip(ours[:2], expected[:2], strict=True)) < 1e-5
     assert max(error(*pair) for pair in zip(ours[2:], expected[2:], strict=True)) < 3 * epsilon
 
 
-def test_the_public_operation_takes_this_way_where_triton_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("grpo_kit.kernels.linear_logprob")  # the package has the function of that name
-    monkeypatch.setattr(module, "use_triton", lambda tensor: True)
-    with Products() as products:
-        ours = outcome(linear_logprob, inputs(torch.bfloat16), upstream(), chunk_bytes=4 * 120, temperature=0.7)
-    expected = exact(inputs(torch.bfloat16), upstream(), temperature=0.7)
-    assert max(rows * columns for rows, columns in products.of_logits()) <= 120
+def test_the_public_operation_takes_this_way_where_triton_is_ready() -> None:
+    given, operation = inputs(torch.bfloat16), partial(linear_logprob, chunk_bytes=4 * 120, temperature=0.7)
+    ours, products = where_kernels_run(recorded, operation, given, upstream())
+    expected = exact(given, upstream(), temperature=0.7)
+    assert max(rows * columns for rows, columns in shapes(products, "mm")) <= 120
     assert max(error(*pair) for pair in zip(ours, expected, strict=True)) < 3 * 2**-8
 
 
@@ -114,7 +120,7 @@ def test_hidden_may_be_wider_than_the_weight() -> None:
     """On a GPU the last norm gives float32 where the head is 16 bits."""
     hidden, weight, token_ids = inputs()
     narrow = weight.detach().bfloat16()
-    ours = outcome(tiled, (hidden, narrow, token_ids), upstream())
+    ours = tiled((hidden, narrow, token_ids), upstream())
     expected = exact((hidden.detach().bfloat16(), narrow, token_ids), upstream())
     assert [t.dtype for t in ours[2:]] == [torch.float32, torch.bfloat16]
     assert max(error(*pair) for pair in zip(ours, expected, strict=True)) < 3 * 2**-8
@@ -129,14 +135,14 @@ def test_float16_survives_incoming_gradients_beyond_its_range(scale: float) -> N
     hidden, weight, token_ids = inputs(size=0.1)
     given = hidden.detach().half().float(), weight.detach().half(), token_ids
     grads = upstream()[0] * scale, upstream()[1] * scale
-    got = outcome(tiled, given, grads)[2]
+    got = tiled(given, grads)[2]
     assert error(got, exact(given, grads)[2]) < 2 * 2**-11
 
 
 def test_float16_result_of_a_loss_scaler() -> None:
     """65,536 and more come in; the gradients that go out fit in float16."""
     given, grads = inputs(torch.float16, size=0.1), tuple(g * 2.0**16 for g in upstream())
-    got = outcome(tiled, given, grads)[2]
+    got = tiled(given, grads)[2]
     expected = exact(given, grads)[2]
     assert max(g.abs().max() for g in grads) > 65504 > expected.abs().max()
     assert error(got, expected) < 3 * 2**-11
@@ -144,21 +150,16 @@ def test_float16_result_of_a_loss_scaler() -> None:
 
 def test_float16_keeps_small_probabilities() -> None:
     """One of 6e-6, which is all that this gradient comes from; float16 without a lift would round it to 6 bits."""
-    given = (
-        torch.ones(1, 1, device=DEVICE),
-        torch.tensor([[0.0], [-12.0]], device=DEVICE).half(),
-        torch.tensor([0], device=DEVICE),
-    )
-    grads = torch.ones(1, device=DEVICE), torch.zeros(1, device=DEVICE)
-    assert error(outcome(tiled, given, grads)[2], exact(given, grads)[2]) < 2**-10
+    given = torch.ones(1, 1), torch.tensor([[0.0], [-12.0]]).half(), torch.tensor([0])
+    assert error(tiled(given, of_logprobs(1))[2], exact(given, of_logprobs(1))[2]) < 2**-10
 
 
 def test_rows_of_very_different_gradients_keep_their_own_precision() -> None:
     hidden, weight, token_ids = inputs()
     given = hidden.detach().half().float(), weight.detach().half(), token_ids
-    sizes = 10.0 ** torch.arange(-9, 12, 3, device=DEVICE)  # [ROWS]
+    sizes = 10.0 ** torch.arange(-9, 12, 3)  # [ROWS]
     grads = upstream()[0] * sizes, upstream()[1] * sizes
-    ours, expected = outcome(tiled, given, grads), exact(given, grads)
+    ours, expected = tiled(given, grads), exact(given, grads)
     for row in range(ROWS):
         assert error(ours[2][row], expected[2][row]) < 2 * 2**-11
 
@@ -169,15 +170,15 @@ def test_incoming_gradient_is_honoured_exactly(dtype: torch.dtype) -> None:
     hidden, weight, token_ids = inputs()
     given = hidden, weight.detach().to(dtype), token_ids
     grads = upstream()
-    plain, scaled = outcome(tiled, given, grads)[2], outcome(tiled, given, tuple(g * 2.0**16 for g in grads))[2]
+    plain, scaled = tiled(given, grads)[2], tiled(given, tuple(g * 2.0**16 for g in grads))[2]
     assert torch.equal(plain * 2.0**16, scaled)
 
 
 def test_no_incoming_gradient_gives_zeros() -> None:
-    zeros = torch.zeros(ROWS, device=DEVICE)
-    some = upstream()[0] * (torch.arange(ROWS, device=DEVICE) != 2)
-    assert not any(t.any() for t in outcome(tiled, inputs(torch.float16), (zeros, zeros))[2:])
-    ours, expected = outcome(tiled, inputs(), (some, zeros)), exact(inputs(), (some, zeros))
+    zeros = torch.zeros(ROWS)
+    some = upstream()[0] * (torch.arange(ROWS) != 2)
+    assert not any(t.any() for t in tiled(inputs(torch.float16), (zeros, zeros))[2:])
+    ours, expected = tiled(inputs(), (some, zeros)), exact(inputs(), (some, zeros))
     assert not ours[2][2].any()
     assert max(error(*pair) for pair in zip(ours[2:], expected[2:], strict=True)) < 1e-5
 
@@ -185,39 +186,33 @@ def test_no_incoming_gradient_gives_zeros() -> None:
 def test_sums_over_tiles_are_float32() -> None:
     """Thirty tiles of equal logits and weights: the gradient is 0; summed in bfloat16 it would be far from it."""
     count = 300
-    hidden = torch.zeros(1, 1, device=DEVICE, requires_grad=True)
-    weight = torch.ones(count, 1, dtype=torch.bfloat16, device=DEVICE)
-    tiled(hidden, weight, torch.zeros(1, dtype=torch.int64, device=DEVICE), tiles=Tiles(1, 10))[0].backward()
-    assert hidden.grad is not None
-    assert hidden.grad.abs().item() <= 2**-8  # 1/300 rounded, 299 times, and 299/300
+    given = torch.zeros(1, 1), torch.ones(count, 1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
+    grad = tiled(given, of_logprobs(1), tiles=Tiles(1, 10))[2]
+    assert grad.abs().item() <= 2**-8  # 1/300 rounded, 299 times, and 299/300
 
 
 # ---- values ----
 
 
 def test_far_apart_logits_give_exact_values_and_finite_gradients() -> None:
-    hidden = torch.tensor([[1000.0]], device=DEVICE, requires_grad=True)
-    weight = torch.tensor([[-1.0], [0.0], [1.0]], device=DEVICE)
-    logprob, entropy = tiled(hidden, weight, torch.tensor([0], device=DEVICE), tiles=Tiles(1, 1))
-    (logprob + entropy).sum().backward()
+    given = torch.tensor([[1000.0]]), torch.tensor([[-1.0], [0.0], [1.0]]), torch.tensor([0])
+    logprob, entropy, grad, _ = tiled(given, (torch.ones(1), torch.ones(1)), tiles=Tiles(1, 1))
     assert logprob.item() == -2000.0 and entropy.item() == 0.0
-    assert hidden.grad is not None and hidden.grad.item() == pytest.approx(-2.0)
+    assert grad.item() == pytest.approx(-2.0)
 
 
 def test_a_far_saturated_softcap_stays_finite() -> None:
-    hidden = torch.tensor([[1000.0]], device=DEVICE, requires_grad=True)
-    weight = torch.tensor([[-1.0], [0.0], [1.0]], device=DEVICE)
-    logprob, _ = tiled(hidden, weight, torch.tensor([1], device=DEVICE), softcap=2.0)
-    logprob.sum().backward()
+    given = torch.tensor([[1000.0]]), torch.tensor([[-1.0], [0.0], [1.0]]), torch.tensor([1])
+    logprob, _, grad, _ = tiled(given, of_logprobs(1), softcap=2.0)
     assert logprob.item() == pytest.approx(-math.log(math.exp(-2) + 1 + math.exp(2)), rel=1e-6)
-    assert hidden.grad is not None and hidden.grad.isfinite().all()
+    assert grad.isfinite().all()
 
 
 def test_token_outside_the_vocabulary_is_nan_and_harms_no_other_row() -> None:
     hidden, weight, token_ids = inputs()
     expected = reference(hidden, weight, token_ids)[0]
     token_ids[3], token_ids[5] = VOCAB, -100
-    logprob = tiled(hidden, weight, token_ids)[0]
+    logprob = tiled((hidden, weight, token_ids), upstream())[0]
     assert logprob.isnan().nonzero().flatten().tolist() == [3, 5]
     others = ~logprob.isnan()
     torch.testing.assert_close(logprob[others].double(), expected[others], rtol=1e-5, atol=3e-6)
@@ -230,18 +225,16 @@ def test_strided_inputs() -> None:
         weight.detach().T.contiguous().T,
         torch.stack([token_ids, token_ids + 1], 1)[:, 0],
     )
-    for got, expected in zip(outcome(tiled, strided, upstream()), exact(inputs(), upstream()), strict=True):
+    for got, expected in zip(tiled(strided, upstream()), exact(inputs(), upstream()), strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=3e-6)
 
 
 def test_no_rows_are_no_error() -> None:
-    hidden = torch.zeros(0, WIDTH, device=DEVICE, requires_grad=True)
-    weight = torch.ones(VOCAB, WIDTH, device=DEVICE, requires_grad=True)
-    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    logprob, entropy = tiled(hidden, weight, none, tiles=Tiles.within(2**20, 0, VOCAB))
-    (logprob.sum() + entropy.sum()).backward()
+    given = torch.zeros(0, WIDTH), torch.ones(VOCAB, WIDTH), torch.zeros(0, dtype=torch.int64)
+    tiles = Tiles.within(2**20, 0, VOCAB)
+    logprob, entropy, _, grad_weight = tiled(given, (torch.ones(0), torch.ones(0)), tiles=tiles)
     assert logprob.shape == entropy.shape == (0,)
-    assert weight.grad is not None and not weight.grad.any()
+    assert grad_weight.shape == (VOCAB, WIDTH) and not grad_weight.any()
 
 
 # ---- what is computed, what is held ----
@@ -260,26 +253,29 @@ class Products(TorchDispatchMode):
             self.made.append((func.overloadpacket.__name__, tuple(out.shape)))
         return out
 
-    def of_logits(self) -> list[tuple[int, ...]]:
-        return [shape for name, shape in self.made if name == "mm"]
 
-    def of_gradients(self) -> list[tuple[int, ...]]:
-        return [shape for name, shape in self.made if name == "addmm"]
+def recorded(*args: Any) -> tuple[list[Any], list[tuple[str, tuple[int, ...]]]]:
+    """`outcome`, and the products that it made."""
+    with Products() as products:
+        return outcome(*args), products.made
+
+
+def shapes(products: list[tuple[str, tuple[int, ...]]], wanted: str) -> list[tuple[int, ...]]:
+    """Of the logits' products, "mm", or of the gradients', "addmm"."""
+    return [shape for name, shape in products if name == wanted]
 
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_frozen_head_gets_no_gradient_and_costs_no_product(trained: bool) -> None:
-    hidden, weight, token_ids = inputs()
-    weight.requires_grad_(trained)
-    with Products() as products:
-        tiled(hidden, weight, token_ids)[0].sum().backward()
-    assert (weight.grad is not None) == trained
+    operation = partial(in_tiles, tiles=UNEVEN)
+    ours, products = where_kernels_run(recorded, operation, inputs(), of_logprobs(ROWS), trained)
+    assert (ours[3] is not None) == trained
     tiles = [(rows, columns) for rows in (4, 3) for columns in (20, 17)]
-    assert products.of_logits() == tiles * 2  # forward, and once more in backward
-    to_hidden = [shape for shape in products.of_gradients() if shape[0] in (4, 3)]
+    assert shapes(products, "mm") == tiles * 2  # forward, and once more in backward
+    to_hidden = [shape for shape in shapes(products, "addmm") if shape[0] in (4, 3)]
     assert to_hidden == [(rows, WIDTH) for rows, _ in tiles]
     to_weight = [(columns, WIDTH) for _, columns in tiles] if trained else []
-    assert [shape for shape in products.of_gradients() if shape[0] not in (4, 3)] == to_weight
+    assert [shape for shape in shapes(products, "addmm") if shape[0] not in (4, 3)] == to_weight
 
 
 @pytest.mark.parametrize(

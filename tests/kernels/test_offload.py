@@ -116,6 +116,15 @@ def test_buffers_are_used_again_and_freed_at_the_end() -> None:
     assert offload._chunks == [] and lane.names().count("free") == 3
 
 
+def test_a_dropped_one_frees_its_memory_as_well() -> None:
+    lane = DiaryLane()
+    offload = Offload(lane, 100 * MB)
+    with offload:
+        offload.keep(layers(1)[0])
+    del offload
+    assert lane.names()[-1] == "free"
+
+
 def test_what_finds_no_room_on_the_host_stays_where_it_is_and_is_counted() -> None:
     given = layers(30, 50_000)
     with Offload(DiaryLane(), 2 * MB) as offload:

@@ -380,7 +380,7 @@ def test_the_text_says_whether_it_fits_and_for_what() -> None:
     assert re.match(r"Memory plan for Qwen2.5-7B on T4 \(15.6 GB\): fits, \d+\.\d GB to spare\n", text)
     assert re.search(r"\nembeddings, head, norms +2\.18 +2\.18\n", text)
     assert "4 prompts × 8 answers  (of up to 768 and 256 tokens: 11,264 together)" in text
-    assert re.search(r"offload +on  \(2\.3 GB of layer inputs wait in the host's memory\)", text)
+    assert re.search(r"activation_offloading +on  \(2\.3 GB of layer inputs wait in the host's memory\)", text)
     assert "rough" not in text
     assert re.search(
         r"optimizer +paged  \(0\.6 GB of its state", repr(memory_plan(QWEN, "T4", optim="paged_adamw_32bit"))

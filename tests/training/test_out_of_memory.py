@@ -281,10 +281,10 @@ def test_a_later_pass_is_made_again_by_itself(trained, sequences, case):
 
 
 def test_micro_batches_become_as_small_as_memory_needs(trained, sequences):
-    """Never a try with the same ones: they hold 160 tokens, so anything from that on is one micro-batch."""
+    """Never a try with the same ones: they hold 136 tokens, so anything from that on is one micro-batch."""
     memory = Memory(rows=1)
     step = Step(trained, sequences, memory, 10_000)
-    assert step.told == [(10_000, 156), (156, 78), (78, 39), (39, 19)]
+    assert step.told == [(10_000, 78), (78, 39), (39, 19)]
     assert memory.calls[-8:] == [1] * 8
     assert step.updater.trainee.budget == EIGHT_OF_ONE
 
@@ -338,11 +338,11 @@ def memory(monkeypatch, model) -> Memory:
 
 @pytest.fixture
 def small(start, model, memory):
-    """Of four steps, the first few, with 64 tokens to a micro-batch, which are two answers with their prompts; and the
-    adapter at its end. 128 are four."""
+    """Of four steps, the first few, with 40 tokens to a micro-batch, which are a prompt with two answers; and the
+    adapter at its end. 80 are more."""
 
     def small(steps):
-        run = start(run_dir="small", steps=steps, tokens_per_micro_batch=64)
+        run = start(run_dir="small", steps=steps, tokens_per_micro_batch=40)
         run.wait(SOON)
         weights = adapter(model)
         model.reset_adapter()
@@ -354,12 +354,12 @@ def small(start, model, memory):
 def test_a_run_goes_on_with_less_and_says_so(start, small, model, memory):
     expected, weights = small(steps=3)
     memory.rows = 2
-    run = start(steps=3, tokens_per_micro_batch=128)
+    run = start(steps=3, tokens_per_micro_batch=80)
     run.wait(SOON)
     (event,) = events(run, "out of memory")
     assert event["step"] == 1
-    assert event["text"] == "tokens_per_micro_batch 128 → 64, kept for the rest of the run"
-    assert event["data"] == {"tokens_per_micro_batch": 64}
+    assert event["text"] == "tokens_per_micro_batch 80 → 40, kept for the rest of the run"
+    assert event["data"] == {"tokens_per_micro_batch": 40}
     assert numbers(run) == numbers(expected)
     assert same(adapter(model), weights)
 
@@ -367,16 +367,16 @@ def test_a_run_goes_on_with_less_and_says_so(start, small, model, memory):
 def test_the_budget_is_kept_through_a_resume(start, small, model, memory):
     expected, weights = small(steps=4)
     memory.rows = 2
-    run = start(steps=2, tokens_per_micro_batch=128)
+    run = start(steps=2, tokens_per_micro_batch=80)
     run.wait(SOON)
     model.reset_adapter()
     memory.rows = 1000  # were larger ones tried again, they would do
     memory.calls.clear()
     again = resume(run.directory, model=model, rewards=letters, steps=4)
     again.wait(SOON)
-    assert set(memory.calls) == {2}
+    assert set(memory.calls) <= {1, 2}
     assert [event["step"] for event in events(again, "out of memory")] == [1]
-    assert "tokens_per_micro_batch is 64 at most, since memory ran out" in events(again, "resumed")[-1]["text"]
+    assert "tokens_per_micro_batch is 40 at most, since memory ran out" in events(again, "resumed")[-1]["text"]
     assert numbers(again) == numbers(expected)
     assert same(adapter(model), weights)
 

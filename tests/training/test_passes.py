@@ -158,15 +158,15 @@ def test_units_stay_together_and_in_order(model, sequences):
 
 
 def test_the_budget_counts_all_of_a_unit(model, sequences):
-    """Units of 17 and 11 tokens: two pairs side by side are 4 · 17 tokens."""
-    for budget, expected in ((68, 1), (67, 2)):
+    """Pairs of 29 and 20 tokens."""
+    for budget, expected in ((49, 1), (48, 2)):
         trainee = trainee_of(model, "online_dpo", tokens_per_micro_batch=budget)
         assert len(cut(trainee, sequences, [[3, 0], [2, 4]])) == expected
 
 
-@pytest.mark.parametrize(("budget", "halved"), [(10_000, 78), (40, 20), (25, 12)])
+@pytest.mark.parametrize(("budget", "halved"), [(10_000, 39), (40, 20), (25, 12)])
 def test_shrinking_cuts_otherwise(model, sequences, budget, halved):
-    """All together are 5 · 17 tokens: whatever holds them is one micro-batch, and no smaller one."""
+    """All together are 60 tokens: whatever holds them is one micro-batch, and no smaller one."""
     work = Measurement(trainee_of(model, tokens_per_micro_batch=budget), sequences)
     before = [batch.indices for batch in work.batches]
     work.shrink()
