@@ -256,7 +256,7 @@ def table(rows: list[Row]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
-        settings = [row["optim"], *(name for name in ("double_quant", "activation_offloading") if row[name])]
+        settings = [row["optim"], *(name for name in ("double_quant", "offload") if row[name])]
         cells = [number(of[key]) for of in row["compared"] for key in ("planned", "measured", "ratio")]
         moment = list(row["planned_parts"]["update"])[-1]
         step = f"{row['prompts']} × {row['generations']} | {row['micro_batch']:,}"

@@ -35,7 +35,8 @@ class Offload(AbstractContextManager["Offload"]):
     """Within the block `keep` takes tensors and `take` gives them back; on any exit everything is let go.
 
     limit: bytes of host memory that may be pinned; what is beyond stays where it is. Buffers are used again by the next
-    block and freed by `close()`, for good. used, stayed: bytes that went to the host in the last block, and that found no room.
+    block and freed by `close()`, for good. used, stayed: bytes that went to the host in the last block, and that found
+    no room.
     """
 
     def __init__(self, lane: Lane, limit: int):

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EVEN_ENOUGH = (
-    0.75  # sequences are padded to a common length for attention if the shortest has this share of the longest
-)
+EVEN_ENOUGH = 0.75  # for attention sequences are padded to the longest if the shortest has this share of it
+AT_ONCE = 8192  # rows that are made float32 at a time
 
 
 @dataclass(frozen=True)
@@ -136,5 +135,7 @@ class _Gather(torch.autograd.Function):
         (grad,) = grads
         dtype = torch.promote_types(grad.dtype, torch.float32) if ctx.shared else grad.dtype
         total = grad.new_zeros((ctx.size, *grad.shape[tokens.dim() :]), dtype=dtype)
-        total.index_add_(0, tokens.flatten(), grad.flatten(0, tokens.dim() - 1).to(dtype))
+        rows = grad.flatten(0, tokens.dim() - 1)
+        for some, part in zip(tokens.flatten().split(AT_ONCE), rows.split(AT_ONCE), strict=True):
+            total.index_add_(0, some, part.to(dtype))
         return total.to(grad.dtype), None, None

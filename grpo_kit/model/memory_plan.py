@@ -112,6 +112,12 @@ class PlanOptions:
         return max(min(self.tokens_per_micro_batch, self.step_tokens), self.sequence)
 
     @property
+    def attention_rows(self) -> int:
+        """Tokens of a micro-batch's sequences, each with its prompt."""
+        sequences = self.micro_batch * self.sequences // self.step_tokens
+        return max(self.micro_batch, min(sequences, self.sequences) * self.sequence)
+
+    @property
     def micro_batch_completions(self) -> int:
         """Of these, tokens of completions: the head sees no others."""
         return min(self.micro_batch, self.sequences * self.max_completion_length)
@@ -228,9 +234,14 @@ def layer_backward(shape: Shape, options: PlanOptions) -> int:
 
 def attention_backward(shape: Shape, options: PlanOptions) -> int:
     """The layer's input and its norm with gradients; q, k, v before and after rotation, and theirs; q's in float32, as
-    flash attention sums it."""
-    hidden, queries, keys = shape.hidden, shape.queries, shape.keys
-    return options.micro_batch * (options.width * (5 * hidden + 3 * queries + 4 * keys) + 4 * queries)
+    flash attention sums it. Sequences that share a prompt have it once but in attention: there each has q, k, v, the
+    result and all their gradients for itself."""
+    hidden, queries, keys, width = shape.hidden, shape.queries, shape.keys, options.width
+    rows = options.attention_rows
+    if rows == options.micro_batch:
+        return rows * (width * (5 * hidden + 3 * queries + 4 * keys) + 4 * queries)
+    once = options.micro_batch * (width * (5 * hidden + 2 * queries + 2 * keys) + 4 * queries)
+    return once + rows * (width * (4 * queries + 4 * keys) + 4 * queries)
 
 
 def mlp_backward(shape: Shape, options: PlanOptions) -> int:

@@ -139,7 +139,10 @@ def options(**more: Any) -> PlanOptions:
 
 
 def test_one_layers_backward_by_hand() -> None:
-    assert attention_backward(HAND, options()) == 50 * (2 * (50 + 36 + 24) + 4 * 12)
+    alone = options(tokens_per_micro_batch=28)
+    assert attention_backward(HAND, alone) == 28 * (2 * (50 + 36 + 24) + 4 * 12)
+    # 3 of the step's 6 sequences are in 50 of its 88 tokens, and 84 long with a prompt each
+    assert attention_backward(HAND, options()) == 50 * (2 * (50 + 24 + 12) + 4 * 12) + 84 * (2 * (48 + 24) + 4 * 12)
     assert mlp_backward(HAND, options()) == 2 * (50 * (40 + 24 + 12) + 50 * (20 + 120) + 900)
     assert mlp_backward(HAND, options(load_in_4bit=False)) == 2 * (50 * 76 + 50 * 140)
     many = options(tokens_per_micro_batch=9000, max_seq_length=2000, prompts_per_step=5)

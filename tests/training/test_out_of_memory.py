@@ -338,11 +338,11 @@ def memory(monkeypatch, model) -> Memory:
 
 @pytest.fixture
 def small(start, model, memory):
-    """Of four steps, the first few, with 40 tokens to a micro-batch, which are a prompt with two answers; and the
-    adapter at its end. 80 are more."""
+    """Of four steps, the first few, with 50 tokens to a micro-batch, which are a prompt with its three answers; and
+    the adapter at its end. 100 are both."""
 
     def small(steps):
-        run = start(run_dir="small", steps=steps, tokens_per_micro_batch=40)
+        run = start(run_dir="small", steps=steps, tokens_per_micro_batch=50)
         run.wait(SOON)
         weights = adapter(model)
         model.reset_adapter()
@@ -353,30 +353,30 @@ def small(start, model, memory):
 
 def test_a_run_goes_on_with_less_and_says_so(start, small, model, memory):
     expected, weights = small(steps=3)
-    memory.rows = 2
-    run = start(steps=3, tokens_per_micro_batch=80)
+    memory.rows = 3
+    run = start(steps=3, tokens_per_micro_batch=100)
     run.wait(SOON)
     (event,) = events(run, "out of memory")
     assert event["step"] == 1
-    assert event["text"] == "tokens_per_micro_batch 80 → 40, kept for the rest of the run"
-    assert event["data"] == {"tokens_per_micro_batch": 40}
+    assert event["text"] == "tokens_per_micro_batch 100 → 50, kept for the rest of the run"
+    assert event["data"] == {"tokens_per_micro_batch": 50}
     assert numbers(run) == numbers(expected)
     assert same(adapter(model), weights)
 
 
 def test_the_budget_is_kept_through_a_resume(start, small, model, memory):
     expected, weights = small(steps=4)
-    memory.rows = 2
-    run = start(steps=2, tokens_per_micro_batch=80)
+    memory.rows = 3
+    run = start(steps=2, tokens_per_micro_batch=100)
     run.wait(SOON)
     model.reset_adapter()
     memory.rows = 1000  # were larger ones tried again, they would do
     memory.calls.clear()
     again = resume(run.directory, model=model, rewards=letters, steps=4)
     again.wait(SOON)
-    assert set(memory.calls) <= {1, 2}
+    assert set(memory.calls) <= {2, 3}
     assert [event["step"] for event in events(again, "out of memory")] == [1]
-    assert "tokens_per_micro_batch is 40 at most, since memory ran out" in events(again, "resumed")[-1]["text"]
+    assert "tokens_per_micro_batch is 50 at most, since memory ran out" in events(again, "resumed")[-1]["text"]
     assert numbers(again) == numbers(expected)
     assert same(adapter(model), weights)
 
