@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from grpo_kit import algorithms, data, kernels, rewards, rollout, store, training
     from grpo_kit import model as model
-    from grpo_kit.model import Model, load_model, memory_plan
+    from grpo_kit.model import Model, load_model, memory_plan, quantize_dynamic
     from grpo_kit.rewards import Reward, RewardSet, Score, reward
     from grpo_kit.training import Run, evaluate, resume, train
 
@@ -38,6 +38,7 @@ __all__ = [
     "load_model",
     "memory_plan",
     "model",
+    "quantize_dynamic",
     "resume",
     "reward",
     "rewards",
@@ -61,6 +62,7 @@ _HOME = {
     "Model": "grpo_kit.model",
     "load_model": "grpo_kit.model",
     "memory_plan": "grpo_kit.model",
+    "quantize_dynamic": "grpo_kit.model",
     "Reward": "grpo_kit.rewards",
     "RewardSet": "grpo_kit.rewards",
     "Score": "grpo_kit.rewards",
