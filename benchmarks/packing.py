@@ -104,9 +104,9 @@ def table(rows: list[Row]) -> str:
     lines = [
         "# A long-tailed batch, packed and padded",
         "",
-        f"{rows[0]['hardware']}, {rows[0]['versions']}, {rows[0]['date']}. {training_memory.SHAPE}'s shape, random weights "
-        f"in 4 bits, LoRA rank 32, bfloat16; {len(LENGTHS)} completions of {LENGTHS[0]} to {LENGTHS[-1]:,} tokens, prompt "
-        f"of {PROMPT}, micro-batches of at most {BUDGET:,} tokens. Forward and backward. Gap: the distance of the "
+        f"{rows[0]['hardware']}, {rows[0]['versions']}, {rows[0]['date']}. {training_memory.SHAPE}'s shape, random "
+        f"weights in 4 bits, LoRA rank 32, bfloat16; {len(LENGTHS)} completions of {LENGTHS[0]} to {LENGTHS[-1]:,} "
+        f"tokens, prompt of {PROMPT}, micro-batches of at most {BUDGET:,} tokens. Forward and backward. Gap: the distance of the "
         "gradients from the first row's, relative to their norm (bfloat16 rounds at 0.004).",
         "",
         "| way | micro-batches | seconds | ratio | peak memory | gap |",

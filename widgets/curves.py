@@ -21,7 +21,7 @@ HEX = {
     "red": "#cf4a4a",
     "gray": "#7a8699",
 }
-MARKED = ("reward edited", "option changed", "warning")
+MARKED = ("reward edited", "option changed", "warning", "out of memory")
 
 
 # Plain words and the field's term for the columns that have a chart of their own.

@@ -43,7 +43,7 @@ def test_results_come_in_order_from_one_thread_that_is_not_this_one():
 def test_no_calls_no_thread():
     before = reward_threads()
     assert call_each([], 5.0, said) == []
-    assert reward_threads() == before
+    assert reward_threads() <= before  # one of an earlier test may just have ended
 
 
 def test_a_call_that_never_ends_costs_its_limit_and_its_thread_is_ended():

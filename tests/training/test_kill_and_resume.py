@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).parent / "killed.py"
 STEPS, PER_STEP = 12, 4
 # Where to kill, and among how many calls and returns the moment is drawn: those of resuming and of three to four steps,
 # so that some of the processes come to write a checkpoint and some do not.
-WHERE = (("/", 22_000), ("checkpoint.py", 80), ("store/", 6_000), ("update.py", 200), ("passes.py", 2_000))
+WHERE = (("/", 22_000), ("checkpoint.py", 80), ("store/", 6_000), ("update.py", 200), ("passes.py", 1_400))
 KILLS = 10
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from grpo_kit.algorithms import ALGORITHMS
 from grpo_kit.training import TrainOptions
-from grpo_kit.training.derive import derive
+from grpo_kit.training.derive import Memory, derive
 from grpo_kit.training.options import options_of
 
 NAN, INF = float("nan"), float("inf")
@@ -239,7 +239,7 @@ def test_what_is_open_is_derived_and_listed_with_the_reason():
 
 def test_the_algorithm_and_the_device_decide():
     filled, settings = derive(TrainOptions(algorithm="dapo"), on_gpu=True)
-    assert (filled.scale_rewards, filled.epsilon_high, filled.tokens_per_micro_batch) == ("group", 0.28, 16_384)
+    assert (filled.scale_rewards, filled.epsilon_high, filled.tokens_per_micro_batch) == ("group", 0.28, 8192)
     assert ("epsilon_high", "0.28", "as dapo defines it") in [(s.name, s.value, s.reason) for s in settings]
     assert derive(TrainOptions(algorithm="dr_grpo"), on_gpu=True)[0].scale_rewards == "none"
 
@@ -248,11 +248,24 @@ def test_what_the_user_set_stays_and_is_not_listed():
     asked = TrainOptions(
         algorithm="dapo", scale_rewards="batch", multi_objective_aggregation="sum_then_normalize", epsilon=0.1,
         epsilon_high=0.5, beta=0.1, kl_estimator="k2", num_iterations=2, dynamic_sampling_rounds=1,
-        tokens_per_micro_batch=7,
+        tokens_per_micro_batch=7, activation_offloading=True,
     )  # fmt: skip
-    filled, settings = derive(asked, on_gpu=True)
+    filled, settings = derive(asked, on_gpu=True, memory=Memory(1, False, "a plan"))
     assert filled == asked
     assert settings == []
+
+
+def test_what_a_memory_plan_makes_room_for_is_taken_and_its_reason_told():
+    filled, settings = derive(TrainOptions(), on_gpu=True, memory=Memory(3072, True, "a plan"))
+    assert (filled.tokens_per_micro_batch, filled.activation_offloading) == (3072, True)
+    assert ("activation_offloading", "True", "a plan") in [(s.name, s.value, s.reason) for s in settings]
+
+
+def test_nothing_is_offloaded_where_there_is_no_gpu():
+    filled, _ = derive(TrainOptions(), on_gpu=False)
+    assert (filled.tokens_per_micro_batch, filled.activation_offloading) == (512, False)
+    with pytest.raises(ValueError, match="no GPU here"):
+        derive(TrainOptions(activation_offloading=True), on_gpu=False)
 
 
 def test_epsilon_high_follows_the_epsilon_set():
