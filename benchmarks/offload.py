@@ -65,7 +65,8 @@ def table(rows: list[Row]) -> str:
         "# What activation offloading costs",
         "",
         f"{rows[0]['hardware']}, {rows[0]['versions']}, {rows[0]['date']}. {training_memory.SHAPE}'s shape, random "
-        f"weights in 4 bits, LoRA rank 32, bfloat16, {COMPLETIONS} completions, one sequence at a time. A whole update.",
+        f"weights in 4 bits, LoRA rank 32, bfloat16, {COMPLETIONS} completions, one sequence at a time. "
+        "A whole update.",
         "",
         "| total length | layer inputs | seconds | ratio | peak memory | gradient's norm |",
         "| --- | --- | --- | --- | --- | --- |",

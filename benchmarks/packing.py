@@ -106,8 +106,8 @@ def table(rows: list[Row]) -> str:
         "",
         f"{rows[0]['hardware']}, {rows[0]['versions']}, {rows[0]['date']}. {training_memory.SHAPE}'s shape, random "
         f"weights in 4 bits, LoRA rank 32, bfloat16; {len(LENGTHS)} completions of {LENGTHS[0]} to {LENGTHS[-1]:,} "
-        f"tokens, prompt of {PROMPT}, micro-batches of at most {BUDGET:,} tokens. Forward and backward. Gap: the distance of the "
-        "gradients from the first row's, relative to their norm (bfloat16 rounds at 0.004).",
+        f"tokens, prompt of {PROMPT}, micro-batches of at most {BUDGET:,} tokens. Forward and backward. "
+        "Gap: the distance of the gradients from the first row's, relative to their norm (bfloat16 rounds at 0.004).",
         "",
         "| way | micro-batches | seconds | ratio | peak memory | gap |",
         "| --- | --- | --- | --- | --- | --- |",
