@@ -32,58 +32,78 @@ class Memory:
         if torch.is_grad_enabled():
             out: Tensor = _Replayed.apply(q, k, v, self._tapes.pop(0))
             return out
-        self._tapes.append(_Tape(self._offload))
-        return self._tapes[-1].record(attend, q, k, v)
+        tape, out = record(self._offload, attend, q, k, v)
+        self._tapes.append(tape)
+        return out
+
+
+class _Saved:
+    """What torch saved of one call. Apart from the tape, which holds the graph: the graph holds this by its hooks, and
+    a circle through it would never be collected."""
+
+    def __init__(self, offload: Offload, inputs: tuple[Tensor, ...]):
+        self.inputs = inputs  # of the call being recorded or, later, differentiated
+        self._offload = offload
+        self._kept: dict[tuple[Any, ...], Kept] = {}
+        self._back: dict[Kept, Tensor] = {}
+
+    def pack(self, tensor: Tensor) -> Any:
+        for place, known in enumerate(self.inputs):
+            if _identity(tensor) == _identity(known):
+                return place
+        return tensor if tensor.nbytes <= SMALL else self.keep(tensor)
+
+    def unpack(self, saved: Any) -> Tensor:
+        if isinstance(saved, int):
+            return self.inputs[saved]
+        return saved if isinstance(saved, Tensor) else self.take(saved)
+
+    def keep(self, tensor: Tensor) -> Kept:
+        which = _identity(tensor)
+        if which not in self._kept:
+            self._kept[which] = self._offload.keep(tensor)
+        return self._kept[which]
+
+    def take(self, kept: Kept) -> Tensor:
+        if kept not in self._back:
+            self._back[kept] = self._offload.take(kept)
+        return self._back[kept]
+
+    def close(self) -> None:
+        """The call is recorded: other tensors may now come to lie where its own were."""
+        self.inputs, self._kept = (), {}
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 class _Tape:
     """One call's part of the autograd graph, with gaps where its inputs were."""
 
-    def __init__(self, offload: Offload):
-        self._offload = offload
-        self._back: dict[Kept, Tensor] = {}
-        self._inputs: tuple[Tensor, ...] = ()
-
-    def record(self, attend: Attend, *inputs: Tensor) -> Tensor:
-        self._inputs = inputs
-        kept: dict[int, Kept] = {}
-
-        def pack(tensor: Tensor) -> Any:
-            for place, known in enumerate(self._inputs):
-                if tensor.data_ptr() == known.data_ptr() and tensor.stride() == known.stride():
-                    return place
-            if tensor.nbytes <= SMALL:
-                return tensor
-            if tensor.data_ptr() not in kept:
-                kept[tensor.data_ptr()] = self._offload.keep(tensor)
-            return kept[tensor.data_ptr()]
-
-        with torch.enable_grad(), saved_tensors_hooks(pack, self._unpack):
-            seed = torch.zeros((), device=inputs[0].device, requires_grad=True)
-            stand_ins = [_StandIn.apply(x, seed) for x in inputs]
-            out = attend(*stand_ins)
-        self._inputs = ()
+    def __init__(self, saved: _Saved, out: Tensor, stand_ins: list[Tensor]):
+        self._saved = saved
         self._ends = get_gradient_edge(out), [get_gradient_edge(x) for x in stand_ins]
-        self._out = kept.get(out.data_ptr()) or self._offload.keep(out.detach())
-        return out.detach()
+        self._out = saved.keep(out.detach())
+        saved.close()
 
     def result(self) -> Tensor:
-        return self._take(self._out).detach()
+        return self._saved.take(self._out).detach()
 
     def backward(self, inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-        self._inputs = inputs
+        self._saved.inputs = inputs
         out, stand_ins = self._ends
         return torch.autograd.grad([out], stand_ins, [grad])
 
-    def _unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, int):
-            return self._inputs[saved]
-        return saved if isinstance(saved, Tensor) else self._take(saved)
 
-    def _take(self, kept: Kept) -> Tensor:
-        if kept not in self._back:
-            self._back[kept] = self._offload.take(kept)
-        return self._back[kept]
+def record(offload: Offload, attend: Attend, *inputs: Tensor) -> tuple[_Tape, Tensor]:
+    """Make the call, and return its tape and its result."""
+    saved = _Saved(offload, inputs)
+    with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.unpack):
+        seed = torch.zeros((), device=inputs[0].device, requires_grad=True)
+        stand_ins = [_StandIn.apply(x, seed) for x in inputs]
+        out = attend(*stand_ins)
+    return _Tape(saved, out, stand_ins), out.detach()
 
 
 class _StandIn(torch.autograd.Function):

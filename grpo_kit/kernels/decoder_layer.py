@@ -68,7 +68,7 @@ class Surroundings:
 def decoder_layer(x: Tensor, layer: DecoderLayer, around: Surroundings, offload: Offload | None) -> Tensor:
     """x [M, H] → [M, H]; differentiable in x and in LoRA's weights. offload keeps x until backward."""
     lora = [weight for group in layer.groups for weight in group.lora]
-    return _Layer.apply(x, layer, around, offload, *lora)
+    return _Layer.apply(x, layer, around, offload if torch.is_grad_enabled() else None, *lora)
 
 
 class _Layer(torch.autograd.Function):

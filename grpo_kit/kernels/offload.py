@@ -56,6 +56,8 @@ class Offload(AbstractContextManager["Offload"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.lane.join()  # copies under way still write into what is freed here
+        for kept in self._stack:
+            kept.host = kept.device = kept.arrived = None  # who still holds it holds no memory
         self._stack.clear()
         self._leaving.clear()
         self._filled = [0] * len(self._chunks)
@@ -76,6 +78,8 @@ class Offload(AbstractContextManager["Offload"]):
 
     def take(self, kept: Kept) -> Tensor:
         """Give a tensor back, and call for those that were handed over before it."""
+        while self._leaving:
+            self.lane.wait(self._leaving.popleft()[1])
         self._call(kept)
         if kept.arrived is not None:
             self.lane.wait(kept.arrived)
@@ -98,7 +102,11 @@ class Offload(AbstractContextManager["Offload"]):
         size = max(CHUNK, tensor.nbytes)
         if sum(map(len, self._chunks)) + size > self.limit:
             return None
-        self._chunks.append(self.lane.host_memory(size))
+        memory = self.lane.host_memory(size)
+        if memory is None:
+            self.limit = sum(map(len, self._chunks))
+            return None
+        self._chunks.append(memory)
         self._filled.append(0)
         return self._part(len(self._chunks) - 1, tensor)
 
@@ -112,15 +120,15 @@ class Offload(AbstractContextManager["Offload"]):
 
 def _free(lane: Lane, chunks: list[Tensor]) -> None:
     """Also when an Offload is dropped: memory that stays pinned when it is free is an error for who gets it next."""
-    for chunk in chunks:
-        lane.free(chunk)
-    chunks.clear()
+    while chunks:
+        lane.free(chunks.pop())
 
 
 class Lane(Protocol):
-    """How copies travel; `send` and `fetch` return at once, `wait` makes later work wait for one of them."""
+    """How copies travel. `host_memory` may refuse (None); `send` and `fetch` return at once, `wait` makes later work
+    wait for one of them."""
 
-    def host_memory(self, size: int) -> Tensor: ...
+    def host_memory(self, size: int) -> Tensor | None: ...
     def free(self, memory: Tensor) -> None: ...
     def send(self, tensor: Tensor, host: Tensor) -> Any: ...
     def fetch(self, host: Tensor) -> tuple[Tensor, Any]: ...
@@ -134,11 +142,14 @@ class CudaLane:
     def __init__(self, device: torch.device):
         self.device, self.stream = device, torch.cuda.Stream(device)
 
-    def host_memory(self, size: int) -> Tensor:
-        memory = torch.empty(size, dtype=torch.uint8)
-        cuda = torch.cuda.cudart()
-        torch.cuda.check_error(cuda.cudaHostRegister(memory.data_ptr(), size, 0))
-        return memory
+    def host_memory(self, size: int) -> Tensor | None:
+        """None where the system gives or pins no more."""
+        try:
+            memory = torch.empty(size, dtype=torch.uint8)
+        except RuntimeError:
+            return None
+        refused = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
+        return None if refused else memory
 
     def free(self, memory: Tensor) -> None:
         self.stream.synchronize()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
@@ -18,6 +20,12 @@ def frozen_linear(module: Any) -> Frozen:
     base: Any = module.get_base_layer() if isinstance(module, LoraLayer) else module
     scaling = module.scaling[ADAPTER] if isinstance(module, LoraLayer) else 1.0
     return Frozen(lambda: dense_weight(base), base.bias, float(scaling))
+
+
+def is_readable(module: Any) -> bool:
+    """Whether `dense_weight` knows how this layer keeps its weight: plainly, or in bitsandbytes' 4 bits."""
+    base: Any = module.get_base_layer() if isinstance(module, LoraLayer) else module
+    return type(base) is Linear4bit or (type(base) is torch.nn.Linear and base.weight.is_floating_point())
 
 
 def dense_weight(base: Any) -> Tensor:

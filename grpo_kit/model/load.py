@@ -205,8 +205,11 @@ def _is_dropout(name: str) -> bool:
 
 
 def _compute_in(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """A quantized checkpoint names the dtype of the machine it was made on; this machine's units decide."""
+    """A quantized checkpoint names the dtype of the machine it was made on; this machine's units decide. bitsandbytes
+    would repack the weights for some CPUs when it first samples, and compute in bfloat16: training reads them too."""
     for layer in module.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
         if hasattr(layer, "compute_dtype"):
             layer.compute_dtype = dtype  # type: ignore[assignment]
 

@@ -26,7 +26,7 @@ from grpo_kit.kernels import (
     decoder_layer,
     rms_norm,
 )
-from grpo_kit.model.frozen import frozen_linear, lora_of
+from grpo_kit.model.frozen import frozen_linear, is_readable, lora_of
 from grpo_kit.model.precision import Precision
 from grpo_kit.model.watch import watched
 
@@ -100,7 +100,8 @@ class Trunk:
         cos, sin = self.decoder.rotary_emb(x[None], packed.positions[None])  # [1, M, D] each
         layers = [read_layer(layer) for layer in self.decoder.layers]
         width = self.decoder.config.num_attention_heads * layers[0].head_dim  # of attention's results
-        both = len(layers) * len(packed) * (x.shape[1] + width) * x.element_size()
+        rows = sum(bucket.tokens.numel() for bucket in packed.buckets)
+        both = len(layers) * (len(packed) * x.shape[1] + rows * width) * x.element_size()
         remember = offload is not None and both <= offload.limit
         around = Surroundings(packed, cos[0], sin[0], self.attention, self._check, remember=remember)
         for layer in layers[:-1]:
@@ -116,6 +117,10 @@ def why_not_fused(decoder: Any, max_seq_length: int) -> str | None:
     if len(kinds) != 1 or not kinds <= set(LAYERS):
         return f"{', '.join(sorted(kinds)) or type(decoder).__name__} is run as transformers has it"
     config = decoder.config
+    if not all(is_readable(module) for layer in layers for module in _linear_layers(layer)):
+        return "its weights are quantized in a way that only transformers reads"
+    if layers[0].self_attn.head_dim % 8 or layers[0].self_attn.head_dim > 256:
+        return f"fused attention has no kernel for heads of width {layers[0].self_attn.head_dim}"
     if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
         return f"its activation is {config.hidden_act}, not SiLU"
     windows = [window for layer in layers if (window := _window(layer, config)) is not None]
@@ -130,6 +135,12 @@ def _window(layer: Any, config: Any) -> int | None:
     own = config if type(layer).__name__ == "MistralDecoderLayer" else layer.self_attn
     window: int | None = getattr(own, "sliding_window", None)
     return window
+
+
+def _linear_layers(layer: Any) -> list[Any]:
+    attention, mlp = layer.self_attn, layer.mlp
+    own = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    return [*own, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
 
 def read_layer(layer: Any) -> DecoderLayer:
@@ -159,7 +170,8 @@ def _group(*modules: Any) -> Group:
 
 
 def _layer_inputs_to(offload: Offload | None) -> AbstractContextManager[Any]:
-    """Where gradient checkpointing saves the inputs of transformers' layers: of [B, S, H], wide ones only."""
+    """Where gradient checkpointing saves the inputs of transformers' layers, and what the last norm saves beside them:
+    what is [B, S, H] and has a gradient."""
     if offload is None:
         return nullcontext()
 

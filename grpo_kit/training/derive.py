@@ -35,7 +35,7 @@ class Setting:
 
 
 def derive(
-    options: TrainOptions, on_gpu: bool, held_out: bool = False, memory: Memory | None = None
+    options: TrainOptions, on_gpu: bool, held_out: bool = False, memory: Budget | None = None
 ) -> tuple[TrainOptions, list[Setting]]:
     """Fill in what the user left open. What the user set is never changed. held_out: whether there is data to evaluate
     on. memory: what fits into the GPU's. Raises ValueError for an optimizer or offloading that can't work on this
@@ -59,7 +59,7 @@ def derive(
 
 
 @dataclass(frozen=True)
-class Memory:
+class Budget:
     """Of a memory plan: how many tokens at once, and whether layer inputs go to the host, with the reason."""
 
     tokens_per_micro_batch: int
@@ -95,14 +95,14 @@ def _fill_for_algorithm(options: TrainOptions, algorithm: Algorithm, fill: Fill)
             )
 
 
-def _fill_for_memory(options: TrainOptions, on_gpu: bool, memory: Memory | None, fill: Fill) -> None:
+def _fill_for_memory(options: TrainOptions, on_gpu: bool, memory: Budget | None, fill: Fill) -> None:
     if not on_gpu:
         if options.activation_offloading:
             raise ValueError(
                 "activation_offloading moves what a GPU has to remember into the host's memory: no GPU here"
             )
-        memory = Memory(512, False, "for a CPU")
-    memory = memory or Memory(8192, False, "for a GPU")
+        memory = Budget(512, False, "for a CPU")
+    memory = memory or Budget(8192, False, "for a GPU")
     fill("tokens_per_micro_batch", memory.tokens_per_micro_batch, memory.reason)
     fill("activation_offloading", memory.activation_offloading, memory.reason)
 

@@ -7,13 +7,12 @@ import torch
 
 from grpo_kit.kernels import CudaLane, Offload
 from grpo_kit.model import Model, PlanOptions
-from grpo_kit.training.derive import Memory
+from grpo_kit.model.memory_plan import HOST_SHARE
+from grpo_kit.training.derive import Budget
 from grpo_kit.training.options import TrainOptions
 
-HOST_SHARE = 0.5  # of the host's free memory that may be pinned: nothing else can use it meanwhile
 
-
-def planned(model: Model, options: TrainOptions, longest_prompt: int) -> Memory | None:
+def planned(model: Model, options: TrainOptions, longest_prompt: int) -> Budget | None:
     """What `model.memory_plan` derives for these options; None on a CPU. A family that it can't read gets a cautious
     guess."""
     if model.precision.device.type != "cuda":
@@ -24,10 +23,10 @@ def planned(model: Model, options: TrainOptions, longest_prompt: int) -> Memory 
     asked["max_completion_length"] = min(options.max_completion_length, model.max_seq_length - longest_prompt)
     try:
         plan = model.memory_plan(**asked).options
-    except ValueError as error:
-        return Memory(4096, False, f"a guess, there is no memory plan: {error}")
+    except (ValueError, OSError) as error:  # a family it does not know, a source that is gone
+        return Budget(4096, False, f"a guess, there is no memory plan: {error}")
     assert plan.tokens_per_micro_batch is not None and plan.activation_offloading is not None
-    return Memory(plan.tokens_per_micro_batch, plan.activation_offloading, "what the memory plan makes room for")
+    return Budget(plan.tokens_per_micro_batch, plan.activation_offloading, "what the memory plan makes room for")
 
 
 def make_offload(device: torch.device, options: TrainOptions) -> Offload | None:

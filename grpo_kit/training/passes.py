@@ -4,7 +4,7 @@ opinion first, learned from as often as asked. Each can be begun again with smal
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -298,8 +298,8 @@ class Passes(Pass):
         """Find out, once a step, which part of the model made a loss that is not finite."""
         if self.bad is not None or bool(loss.isfinite()):
             return
-        model = self.trainee.model.causal_lm
-        with torch.no_grad():
+        model, module = self.trainee.model.causal_lm, None
+        with torch.no_grad(), suppress(torch.OutOfMemoryError):  # the padded batch may not fit beside the packed one
             module = first_bad_output(model, lambda: self.trainee.outputs_of_modules(batch))
         heads = {"logprobs": outputs.logprobs, "entropy": outputs.entropy, "values": outputs.values}
         head = first_bad((f"the head's {name}", values) for name, values in heads.items() if values is not None)

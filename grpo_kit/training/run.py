@@ -450,7 +450,10 @@ class Run:
     def _end(self, state: str, text: str) -> None:
         """Give everything back; by the time the state says that the run has ended, another one may begin."""
         self._ended = self._clock()
-        self._stepper.updater.close()
+        try:
+            self._stepper.updater.close()
+        except Exception:  # a GPU that has failed: the run ends all the same
+            state, self.error = "failed", self.error or traceback.format_exc()
         del self._stepper  # the optimizer's memory; the notebook may keep this object for long
         try:
             self._event(state, text)

@@ -138,8 +138,10 @@ def resume(
         state = read_state(checkpoint)
         on_gpu = model.precision.device.type == "cuda"
         eval_data = _read_data(directory / EVAL_DATA) if (directory / EVAL_DATA).exists() else None
-        chosen, settings = derive(_options_again(info, steps, state["step"]), on_gpu, held_out=eval_data is not None)
-        prompts = _ready(_read_data(directory / DATA), model, reward_set, chosen)
+        asked = _options_again(info, steps, state["step"])
+        prompts = _ready(_read_data(directory / DATA), model, reward_set, asked)
+        memory = planned(model, asked, longest_prompt=max(map(len, prompts.token_ids)))
+        chosen, settings = derive(asked, on_gpu, held_out=eval_data is not None, memory=memory)
         held_out = None if eval_data is None else _ready(eval_data, model, without_people(reward_set), chosen)
         _check_canary(model, chosen)
         run = Run(model, prompts, held_out, reward_set, chosen, settings, record, directory, lock)

@@ -61,6 +61,7 @@ class Updater:
         self.troubles: list[str] = []
         self.tell_budget: Callable[[int, int], None] = lambda before, after: None
         self._steps_lost = 0
+        self._told_of_full_host = False
 
     def set_learning_rate(self, value: float) -> None:
         self.learning_rate = value
@@ -169,7 +170,8 @@ class Updater:
             try:
                 with can_be_given_up(self.model, partial(unwanted, first_try)):
                     job()
-                    return True
+                self._tell_of_full_host()
+                return True
             except PassGivenUp:
                 first_try = False
             except torch.OutOfMemoryError as error:
@@ -177,6 +179,14 @@ class Updater:
                     error.add_note(INDIVISIBLE)
                     raise
                 return False
+
+    def _tell_of_full_host(self) -> None:
+        stayed = self.offload.stayed if self.offload is not None else 0
+        if stayed and not self._told_of_full_host:
+            self._told_of_full_host = True
+            self.troubles.append(
+                f"{stayed / 1e9:.1f} GB of what backward needs found no room in the host's memory and stays on the GPU"
+            )
 
     def _shrink(self, work: Pass) -> None:
         """Smaller micro-batches for the pass begun and for all that follow."""

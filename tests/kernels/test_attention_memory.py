@@ -55,6 +55,22 @@ def test_the_second_time_gives_results_and_gradients_without_computing(dtype: to
             assert all(mine.equal(other) for mine, other in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("replayed", [False, True])
+def test_a_pass_that_is_given_up_leaves_nothing_behind(replayed: bool) -> None:
+    with Offload(DiaryLane(), 2**30) as offload:
+        memory = Memory(offload)
+        inputs = draw(0)[:3]
+        with torch.no_grad():
+            memory.call(Counted(), *inputs)
+        alive = weakref.ref(memory._tapes[0])
+        if replayed:
+            again = [x.requires_grad_() for x in inputs]
+            out = memory.call(Counted(), *again)
+            del out
+        del memory
+        assert alive() is None
+
+
 def test_the_inputs_are_not_held() -> None:
     with Offload(DiaryLane(), 2**30) as offload, torch.no_grad():
         inputs = [x.clone() for x in draw(0)[:3]]

@@ -78,7 +78,7 @@ def test_those_before_are_called_for_while_one_is_used() -> None:
         kept = [offload.keep(tensor) for tensor in layers(4)]
         lane.log.clear()
         offload.take(kept[3])
-        assert lane.names() == ["fetch", "wait", "fetch", "fetch"]  # its own, and the next two
+        assert lane.names() == ["wait", "wait", "fetch", "wait", "fetch", "fetch"]  # those leaving; its own; two more
         lane.log.clear()
         offload.take(kept[2])
         assert lane.names() == ["wait", "fetch"]
@@ -131,6 +131,32 @@ def test_what_finds_no_room_on_the_host_stays_where_it_is_and_is_counted() -> No
         kept = [offload.keep(tensor) for tensor in given]
         assert offload.used == 20 * 100_000 and offload.stayed == 10 * 100_000
         assert all(offload.take(handle).equal(tensor) for handle, tensor in zip(kept[::-1], given[::-1], strict=True))
+
+
+def test_a_host_that_refuses_is_a_full_one() -> None:
+    class Refusing(DiaryLane):
+        def host_memory(self, size: int) -> Tensor | None:  # type: ignore[override]
+            return super().host_memory(size) if self.names().count("host") < 1 else None
+
+    given = layers(20, 50_000)
+    with Offload(Refusing(), 100 * MB) as offload:
+        kept = [offload.keep(tensor) for tensor in given]
+        assert (offload.used, offload.stayed, offload.limit) == (10 * 100_000, 10 * 100_000, MB)
+        assert all(offload.take(handle).equal(tensor) for handle, tensor in zip(kept[::-1], given[::-1], strict=True))
+
+
+def test_none_is_on_its_way_out_once_one_comes_back() -> None:
+    with Offload(DiaryLane(), 100 * MB) as offload:
+        kept = [offload.keep(tensor) for tensor in layers(5)]
+        offload.take(kept[-1])
+        assert not offload._leaving
+
+
+def test_whoever_holds_a_handle_after_the_block_holds_no_memory() -> None:
+    with Offload(DiaryLane(), 100 * MB) as offload:
+        kept = [offload.keep(tensor) for tensor in layers(3)]
+        offload.take(kept[2])
+    assert all(handle.host is None and handle.device is None for handle in kept)
 
 
 def test_a_tensor_larger_than_a_chunk_gets_one_of_its_own() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grpo_kit.kernels import Offload, Packed, linear_logprob, pack
 from grpo_kit.model import Model, load
+from grpo_kit.model.trunk import why_not_fused
 from tests.kernels.test_offload import DiaryLane
 from tests.model.test_model import learn_something
 
@@ -121,6 +122,17 @@ def test_other_families_run_as_transformers_has_them(architecture: str, tiny_che
 def test_a_window_shorter_than_the_model_may_see_is_not_ours(tiny_checkpoint: Tiny) -> None:
     model = load.load_model(str(tiny_checkpoint("mistral")), **{**OPTIONS, "max_seq_length": 17})
     assert not model.trunk.fused and "sees 16 tokens back" in model.trunk.reason
+
+
+def test_weights_quantized_in_some_other_way_are_not_ours(tiny_checkpoint: Tiny) -> None:
+    class Int8(torch.nn.Linear):
+        pass
+
+    model = load.load_model(str(tiny_checkpoint()), **OPTIONS)
+    projection = model.trunk.layers[0].mlp.up_proj
+    assert why_not_fused(model.trunk.decoder, 16) is None
+    projection.base_layer.__class__ = Int8
+    assert "only transformers reads" in str(why_not_fused(model.trunk.decoder, 16))
 
 
 def test_another_activation_is_not_ours(tiny_checkpoint: Tiny) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from grpo_kit.algorithms import ALGORITHMS
 from grpo_kit.training import TrainOptions
-from grpo_kit.training.derive import Memory, derive
+from grpo_kit.training.derive import Budget, derive
 from grpo_kit.training.options import options_of
 
 NAN, INF = float("nan"), float("inf")
@@ -250,13 +250,13 @@ def test_what_the_user_set_stays_and_is_not_listed():
         epsilon_high=0.5, beta=0.1, kl_estimator="k2", num_iterations=2, dynamic_sampling_rounds=1,
         tokens_per_micro_batch=7, activation_offloading=True,
     )  # fmt: skip
-    filled, settings = derive(asked, on_gpu=True, memory=Memory(1, False, "a plan"))
+    filled, settings = derive(asked, on_gpu=True, memory=Budget(1, False, "a plan"))
     assert filled == asked
     assert settings == []
 
 
 def test_what_a_memory_plan_makes_room_for_is_taken_and_its_reason_told():
-    filled, settings = derive(TrainOptions(), on_gpu=True, memory=Memory(3072, True, "a plan"))
+    filled, settings = derive(TrainOptions(), on_gpu=True, memory=Budget(3072, True, "a plan"))
     assert (filled.tokens_per_micro_batch, filled.activation_offloading) == (3072, True)
     assert ("activation_offloading", "True", "a plan") in [(s.name, s.value, s.reason) for s in settings]
 
