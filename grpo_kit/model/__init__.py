@@ -3,7 +3,8 @@
 from grpo_kit.model.chat import Chat
 from grpo_kit.model.dynamic_4bit import DynamicQuantization, quantize_dynamic
 from grpo_kit.model.load import load_model
-from grpo_kit.model.memory_plan import MemoryPlan, PlanOptions, memory_plan
+from grpo_kit.model.memory_parts import PlanOptions
+from grpo_kit.model.memory_plan import MemoryPlan, memory_plan
 from grpo_kit.model.model import LoadOptions, Model, TokenOutputs
 from grpo_kit.model.precision import Precision, choose_precision, dtype_for_capability
 from grpo_kit.model.value_head import ValueHead

@@ -21,23 +21,18 @@ from grpo_kit.kernels.linear_logprob import CHUNK_BYTES
 from grpo_kit.model import load_model
 from grpo_kit.model import memory_plan as memory_plan_function
 from grpo_kit.model.gpus import GPUS, Gpu, find_gpu
-from grpo_kit.model.memory_plan import (
-    BUDGETS,
+from grpo_kit.model.memory_parts import (
     CUDA_CONTEXT,
     MLP_TILE,
     OPTIMIZERS,
-    MemoryPlan,
     PlanOptions,
     attention_backward,
-    best_token_budget,
     head_backward,
     kv_cache,
     last_token,
     layer_backward,
     lora,
-    memory_plan,
     mlp_backward,
-    offload_pays,
     optimizer_state,
     prefill,
     rollout_parts,
@@ -45,6 +40,8 @@ from grpo_kit.model.memory_plan import (
     update_parts,
     weights,
 )
+from grpo_kit.model.memory_plan import MemoryPlan, best_token_budget, memory_plan, offload_pays
+from grpo_kit.model.memory_search import BUDGETS
 from grpo_kit.model.shape import Shape, read_shape
 from grpo_kit.training import optimizers
 from grpo_kit.training.options import TrainOptions

@@ -1,0 +1,299 @@
+"""What takes how much of the GPU's memory in training: one formula a part.
+
+Two phases take turns on the card: the rollout samples answers, the update learns from them. Of each, the parts at its
+fullest moment are counted, for prompts and answers as long as they may become, from the second step on, when the
+optimizer has its state. The rollout is the `transformers` engine's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from grpo_kit.kernels.linear_logprob import CHUNK_BYTES as HEAD_TILE
+from grpo_kit.model.precision import DTYPES
+from grpo_kit.model.shape import Shape, nf4_bytes
+
+Parts = dict[str, int]  # bytes by part
+
+CUDA_CONTEXT = 500_000_000  # the driver's and the libraries' own, outside of what torch allocates
+HEAD_ROWS = math.isqrt(HEAD_TILE // 8)  # of a tile of float32 logits, which is twice as wide as high
+MLP_TILE = 4096  # tokens that go through an MLP at one time in backward
+OFFLOAD_BUFFERS = 4  # layer inputs on the GPU while the others are with the host: in use, two coming, the last one
+OPTIMIZERS = ("adamw_torch", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit")
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What decides about memory, by the names and with the defaults of `load_model` and `TrainOptions`.
+
+    max_prompt_length: the longest prompt in tokens; what max_seq_length leaves beside the completion unless given.
+    tokens_per_micro_batch, activation_offloading (layer inputs of the update to the host): derived from the card if
+    None.
+    beta: takes nothing, since the reference is the same model with its adapter off.
+    """
+
+    load_in_4bit: bool = True
+    double_quant: bool = False
+    max_seq_length: int = 1024
+    lora_rank: int = 32
+    dtype: str | None = None
+    algorithm: str = "grpo"
+    optim: str = "adamw_torch"
+    prompts_per_step: int = 4
+    num_generations: int = 8
+    max_prompt_length: int | None = None
+    max_completion_length: int = 256
+    tokens_per_micro_batch: int | None = None
+    beta: float | None = None
+    activation_offloading: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        for name, names in (("dtype", (None, *DTYPES)), ("optim", OPTIMIZERS)):
+            if getattr(self, name) not in names:
+                raise ValueError(f"{name} must be one of {', '.join(map(str, names))}; got {getattr(self, name)!r}")
+        if self.double_quant and not self.load_in_4bit:
+            raise ValueError("double_quant=True quantizes the scales of 4-bit weights: it needs load_in_4bit=True")
+        if self.prompt < 1 or self.sequence > self.max_seq_length:
+            raise ValueError(
+                f"max_seq_length={self.max_seq_length} does not hold a prompt of {max(1, self.prompt)} and a "
+                f"completion of {self.max_completion_length} tokens"
+            )
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number that is neither 4-bit nor kept in float32."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def prompt(self) -> int:
+        left = self.max_seq_length - self.max_completion_length
+        return left if self.max_prompt_length is None else self.max_prompt_length
+
+    @property
+    def sequence(self) -> int:
+        return self.prompt + self.max_completion_length
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts_per_step * self.num_generations
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step: a prompt is there once for all its answers."""
+        return self.prompts_per_step * (self.prompt + self.num_generations * self.max_completion_length)
+
+    @property
+    def micro_batch(self) -> int:
+        """Tokens that go through the model at once in the update."""
+        assert self.tokens_per_micro_batch is not None
+        return max(min(self.tokens_per_micro_batch, self.step_tokens), self.sequence)
+
+    @property
+    def attention_rows(self) -> int:
+        """Tokens of a micro-batch's sequences, each with its prompt."""
+        sequences = self.micro_batch * self.sequences // self.step_tokens
+        return max(self.micro_batch, min(sequences, self.sequences) * self.sequence)
+
+    @property
+    def micro_batch_completions(self) -> int:
+        """Of these, tokens of completions: the head sees no others."""
+        return min(self.micro_batch, self.sequences * self.max_completion_length)
+
+
+_COUNTS = (
+    "max_seq_length",
+    "lora_rank",
+    "prompts_per_step",
+    "num_generations",
+    "max_prompt_length",
+    "max_completion_length",
+    "tokens_per_micro_batch",
+)
+
+# ---- what is there all the time ----
+
+
+def weights(shape: Shape, options: PlanOptions) -> Parts:
+    """Linear layers in 4 bits with their scales; the rest, and what a quantized checkpoint left so, in 16."""
+    taken, left = shape.linear_tensors
+    linear = sum(nf4_bytes(size, options.double_quant) for size in taken)
+    return {
+        "linear layers": (linear if options.load_in_4bit else options.width * sum(taken)) + options.width * sum(left),
+        "embeddings, head, norms": options.width * shape.other_weights,
+    }
+
+
+def lora(shape: Shape, options: PlanOptions) -> int:
+    """Float32."""
+    return 4 * sum(shape.lora_tensors(options.lora_rank))
+
+
+def optimizer_state(shape: Shape, options: PlanOptions) -> tuple[int, int]:
+    """Bytes on the GPU and with the host: bitsandbytes pages tensors of 100,000 elements or more."""
+    eight_bit, paged = options.optim.endswith("8bit"), options.optim.startswith("paged")
+    gpu = host = 0
+    for elements in shape.lora_tensors(options.lora_rank):
+        moments = _moments(elements, eight_bit)
+        if paged and elements >= 100_000:
+            host += moments
+        else:
+            gpu += moments
+    return gpu, host
+
+
+def _moments(elements: int, eight_bit: bool) -> int:
+    """Adam's two: float32, or bytes with a float32 scale for each 256; bitsandbytes leaves tensors of less than 4,096
+    elements in float32."""
+    if not eight_bit or elements < 4096:
+        return 2 * 4 * elements
+    return 2 * (elements + 4 * -(-elements // 256))
+
+
+# ---- the rollout ----
+
+
+def kv_cache(shape: Shape, options: PlanOptions, sequences: int, tokens: int) -> int:
+    """Keys and values of every layer; windows that would keep less are not looked at."""
+    return 2 * shape.layers * shape.keys * options.width * sequences * tokens
+
+
+def prefill(shape: Shape, options: PlanOptions) -> int:
+    """All prompts at once through one MLP without gradients: beside 16-bit numbers, LoRA's in float32 (peft casts its
+    inputs up), twice while they are scaled. And the mask of padded prompts, as bytes and as what attention adds."""
+    width, tokens = options.width, options.prompts_per_step * options.prompt
+    mlp = tokens * ((2 * width + 8) * shape.intermediate + (3 * width + 4) * shape.hidden)
+    scores = tokens * options.prompt * shape.heads * (2 * width + 4) if shape.eager else 0
+    return mlp + dequantized(shape, options) + tokens * options.prompt * (1 + width) + scores
+
+
+def last_token(shape: Shape, options: PlanOptions) -> int:
+    """The largest of three: a layer's attention, a weight, the distributions that tokens are drawn from (float32
+    logits and logprobs, float64 probabilities and their sums)."""
+    draw = options.sequences * shape.vocab * (options.width + 4 + 4 + 8 + 8)
+    return max(layer_cache_copies(shape, options), dequantized(shape, options), draw)
+
+
+def layer_cache_copies(shape: Shape, options: PlanOptions) -> int:
+    """Of one layer: the cache grows by concatenation, keys before values, so half of it is there twice; then grouped
+    heads are written out for attention with a mask."""
+    tokens = options.sequences * options.sequence
+    grown = shape.keys * options.width * tokens
+    written_out = 2 * shape.queries * options.width * tokens if shape.kv_heads < shape.heads else 0
+    return max(grown, written_out)
+
+
+def dequantized(shape: Shape, options: PlanOptions) -> int:
+    """The largest weight in 16 bits, while it is multiplied by."""
+    return options.width * shape.hidden * shape.intermediate if options.load_in_4bit else 0
+
+
+# ---- the update: M tokens at once ----
+
+
+def saved_inputs(shape: Shape, options: PlanOptions) -> int:
+    """What the forward pass keeps: each layer's input."""
+    return shape.layers * options.micro_batch * shape.hidden * options.width
+
+
+def saved_on_gpu(shape: Shape, options: PlanOptions) -> int:
+    """All of them, or what is on its way while the others are with the host."""
+    kept = min(OFFLOAD_BUFFERS, shape.layers) if options.activation_offloading else shape.layers
+    return kept * options.micro_batch * shape.hidden * options.width
+
+
+def layer_backward(shape: Shape, options: PlanOptions) -> int:
+    """One layer computed again, with its gradients: the larger half, and the attention's weight multiplied by."""
+    if not shape.fused:
+        return plain_layer_backward(shape, options)
+    weight = options.width * shape.hidden * shape.queries if options.load_in_4bit else 0
+    return max(attention_backward(shape, options), mlp_backward(shape, options)) + weight
+
+
+def attention_backward(shape: Shape, options: PlanOptions) -> int:
+    """The layer's input and its norm with gradients; q, k, v before and after rotation, and theirs; q's in float32, as
+    flash attention sums it. Sequences that share a prompt have it once but in attention: there each has q, k, v, the
+    result and all their gradients for itself."""
+    hidden, queries, keys, width = shape.hidden, shape.queries, shape.keys, options.width
+    rows = options.attention_rows
+    if rows == options.micro_batch:
+        return rows * (width * (5 * hidden + 3 * queries + 4 * keys) + 4 * queries)
+    once = options.micro_batch * (width * (5 * hidden + 2 * queries + 2 * keys) + 4 * queries)
+    return once + rows * (width * (4 * queries + 4 * keys) + 4 * queries)
+
+
+def mlp_backward(shape: Shape, options: PlanOptions) -> int:
+    """The attention half stays while the MLP goes through in tiles; gate, up and down are dequantized once for all
+    tiles."""
+    hidden, inner, width = shape.hidden, shape.intermediate, options.width
+    held = options.micro_batch * (4 * hidden + 2 * shape.queries + 2 * shape.keys)
+    tile = min(options.micro_batch, MLP_TILE) * (2 * hidden + 4 * inner)
+    dense = 3 * hidden * inner if options.load_in_4bit else 0
+    return width * (held + tile + dense)
+
+
+def plain_layer_backward(shape: Shape, options: PlanOptions) -> int:
+    """A layer of transformers' own, in which autograd saves everything: counted from its code, not measured. With
+    capped scores, all of them: in float32, and four times in 16 bits."""
+    hidden, queries, keys, inner, width = shape.hidden, shape.queries, shape.keys, shape.intermediate, options.width
+    each = width * (6 * hidden + 4 * queries + 2 * keys + 7 * inner) + 3 * 4 * hidden
+    scores = options.sequence * shape.heads * (4 + 4 * width) if shape.eager else 0
+    return options.micro_batch * (each + scores) + dequantized(shape, options)
+
+
+def head_backward(shape: Shape, options: PlanOptions) -> int:
+    """A tile of float32 logits and its gradient; the float32 sum for its rows; hidden states before and after the last
+    norm; those of the completions and their gradient, which PPO's critic reads in float32 too."""
+    rows, hidden, width = options.micro_batch_completions, shape.hidden, options.width
+    tile = HEAD_TILE + HEAD_TILE * width // 4 + 4 * min(rows, HEAD_ROWS) * hidden
+    critic = 4 * rows * hidden if options.algorithm == "ppo" else 0
+    return tile + 2 * width * options.micro_batch * hidden + 2 * width * rows * hidden + critic
+
+
+# ---- the phases, each at its fullest moment ----
+
+
+def rollout_parts(shape: Shape, options: PlanOptions) -> Parts:
+    """Either while the prompts are read, or at the last token of answers that all grew as long as they may."""
+    prompts = kv_cache(shape, options, options.prompts_per_step, options.prompt)
+    answers = kv_cache(shape, options, options.sequences, options.sequence)
+    return _fullest(
+        {"KV cache": prompts, "reading the prompts": prefill(shape, options)},
+        {"KV cache": answers, "drawing a token": last_token(shape, options)},
+    )
+
+
+def update_parts(shape: Shape, options: PlanOptions) -> Parts:
+    """Gradients of the micro-batches so far are there from the second on; those of the present one grow as the saved
+    inputs go. AdamW of torch writes out a denominator for every weight."""
+    adapter, layer = lora(shape, options), layer_backward(shape, options)
+    before = adapter if options.micro_batch < options.step_tokens else 0
+    saved = saved_on_gpu(shape, options)
+    return _fullest(
+        {"gradients": before, "layer inputs": saved, "the head": head_backward(shape, options)},
+        {"gradients": before, "layer inputs": saved, "one layer's backward": layer},
+        {"gradients": before + adapter, "one layer's backward": layer},
+        {"gradients": adapter, "the optimizer's step": adapter if options.optim == "adamw_torch" else 0},
+    )
+
+
+def _fullest(*moments: Parts) -> Parts:
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def phases(shape: Shape, options: PlanOptions) -> dict[str, Parts]:
+    """Both of them, each with what is there all the time."""
+    always = {
+        "CUDA context": CUDA_CONTEXT,
+        **weights(shape, options),
+        "LoRA": lora(shape, options),
+        "optimizer": optimizer_state(shape, options)[0],
+    }
+    return {
+        "rollout": always | rollout_parts(shape, options),
+        "update": always | update_parts(shape, options),
+    }
