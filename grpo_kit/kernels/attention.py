@@ -72,7 +72,7 @@ def causal_attention(
 
     if packed.in_order:
         return attend(*(x.unflatten(0, (-1, packed.rows.shape[1])) for x in (q, k, v)))
-    parts = [attend(*(gather(x, bucket.tokens, packed.shared) for x in (q, k, v))) for bucket in packed.buckets]
+    parts = [attend(*(gather(x, tokens, packed.shared) for x in (q, k, v))) for tokens in packed.buckets]
     own: Tensor = _Own.apply(torch.cat(parts) if len(parts) > 1 else parts[0], packed.owner)
     return own
 

@@ -70,7 +70,7 @@ def project_backward(
     grad_bs = []
     for i, (grad, b) in enumerate(zip(grads, group.scaled_b(x.dtype), strict=True)):
         mine = slice(i * rank, (i + 1) * rank)
-        torch.mm(grad, b, out=grad_low[:, mine]) if low.shape[1] == rank else grad_low[:, mine].copy_(grad @ b)
+        grad_low[:, mine] = grad @ b
         grad_bs.append(group.layers[i].scaling * mm_float32(grad.T, low[:, mine]))
     grad_as = mm_float32(grad_low.T, x).split(rank)
     if grad_x is not None:

@@ -18,28 +18,21 @@ AT_ONCE = 8192  # rows that are made float32 at a time
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Sequences that go through attention side by side. tokens [b, S]: which of the packed tokens stands where; any
-    behind a sequence's end, where causal attention never looks."""
-
-    tokens: Tensor
-
-
-@dataclass(frozen=True)
 class Packed:
     """M tokens of B sequences of up to S.
 
     ids, positions [M]. rows [B, S]: which token stands where in each sequence, 0 behind its end. mask [B, S]: 1 where
-    there is one. buckets: the sequences for attention. owner [M]: where in the buckets, one after the other, each
-    token's own place is; a shared one's is in the first sequence that begins with it. shared: whether there are any.
-    in_order: whether the tokens lie as a [B, S] block, nothing shared and nothing to pad.
+    there is one. buckets [b, S] each: the sequences that go through attention side by side, rows again; any token
+    behind a sequence's end, where causal attention never looks. owner [M]: where in the buckets, one after the other,
+    each token's own place is; a shared one's is in the first sequence that begins with it. shared: whether there are
+    any. in_order: whether the tokens lie as a [B, S] block, nothing shared and nothing to pad.
     """
 
     ids: Tensor
     positions: Tensor
     rows: Tensor
     mask: Tensor
-    buckets: list[Bucket]
+    buckets: list[Tensor]
     owner: Tensor
     shared: bool
     in_order: bool
@@ -85,7 +78,7 @@ def pack(sequences: list[tuple[list[int], list[int]]], device: torch.device | st
         positions=torch.tensor(positions).to(device),
         rows=padded.to(device),
         mask=(torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long().to(device),
-        buckets=[Bucket(padded[group, : lengths[group[0]]].to(device)) for group in groups],
+        buckets=[padded[group, : lengths[group[0]]].to(device) for group in groups],
         owner=_owner(rows, groups, len(ids)).to(device),
         shared=shared,
         in_order=not shared and len(set(lengths)) == 1,

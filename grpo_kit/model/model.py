@@ -255,9 +255,8 @@ class Model:
         real = at < packed.mask.sum(-1, keepdim=True)
         rows, columns = real.nonzero(as_tuple=True)
         source = at[rows, columns]
-        before = gather(
-            hidden, packed.rows[rows, source - 1], packed.shared
-        )  # [N, H]: what the model knew before each token
+        # [N, H]: what the model knew before each token
+        before = gather(hidden, packed.rows[rows, source - 1], packed.shared)
         flat_logprob, flat_entropy = linear_logprob(
             before,
             self.causal_lm.get_output_embeddings().weight,

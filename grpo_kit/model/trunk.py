@@ -100,7 +100,7 @@ class Trunk:
         cos, sin = self.decoder.rotary_emb(x[None], packed.positions[None])  # [1, M, D] each
         layers = [read_layer(layer) for layer in self.decoder.layers]
         width = self.decoder.config.num_attention_heads * layers[0].head_dim  # of attention's results
-        rows = sum(bucket.tokens.numel() for bucket in packed.buckets)
+        rows = sum(tokens.numel() for tokens in packed.buckets)
         both = len(layers) * (len(packed) * x.shape[1] + rows * width) * x.element_size()
         remember = offload is not None and both <= offload.limit
         around = Surroundings(packed, cos[0], sin[0], self.attention, self._check, remember=remember)

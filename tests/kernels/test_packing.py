@@ -29,7 +29,7 @@ def test_every_sequence_can_be_read_back():
 def test_each_token_is_owned_by_the_first_sequence_that_has_it():
     packed = pack(GROUP)
     (bucket,) = packed.buckets  # 4, 4 and 3 tokens: even enough
-    assert packed.ids[bucket.tokens].tolist() == [[7, 8, 1, 2], [9, 4, 5, 6], [7, 8, 3, 7]]
+    assert packed.ids[bucket].tolist() == [[7, 8, 1, 2], [9, 4, 5, 6], [7, 8, 3, 7]]
     assert packed.owner.tolist() == [0, 1, 2, 3, 10, 4, 5, 6, 7]
     assert packed.places().tolist() == [0, 1, 2, 3, 6, 8, 9, 10, 11]
 
