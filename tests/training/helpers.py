@@ -12,6 +12,7 @@ import torch
 from grpo_kit.model import Model
 from grpo_kit.rollout import Completion, Engine, Sampling
 from grpo_kit.training import Run
+from grpo_kit.training.batch import Sequence
 
 QUICK: dict[str, Any] = {
     "steps": 2,
@@ -32,6 +33,19 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.005)
+
+
+def drawn_sequences(lengths: list[tuple[int, int]], seed: int, untrained: tuple[int, ...] = ()) -> list[Sequence]:
+    """Random tokens, one sequence for each (tokens of the prompt, of the completion); the engine gave each e⁻¹."""
+    rng = random.Random(seed)
+    return [
+        Sequence(
+            [rng.randrange(256) for _ in range(prompt)],
+            Completion([rng.randrange(256) for _ in range(tokens)], [-1.0] * tokens, "eos", ""),
+            trained=place not in untrained,
+        )
+        for place, (prompt, tokens) in enumerate(lengths)
+    ]
 
 
 def letters(completion: str) -> float:

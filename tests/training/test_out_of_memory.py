@@ -3,7 +3,6 @@ the start."""
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 import grpo_kit.training.update as update_module
-from grpo_kit.rollout import Completion
 from grpo_kit.training import RunFailed, resume
 from grpo_kit.training.batch import Sequence
 from grpo_kit.training.checkpoint import checkpoints
@@ -23,7 +21,7 @@ from grpo_kit.training.derive import derive
 from grpo_kit.training.options import TrainOptions
 from grpo_kit.training.passes import Trainee
 from grpo_kit.training.update import Updater, never
-from tests.training.helpers import SOON, DrawnEngine, adapter, events, letters, numbers, same
+from tests.training.helpers import SOON, DrawnEngine, adapter, drawn_sequences, events, letters, numbers, same
 
 LENGTHS = [(9, 11), (10, 10), (8, 9), (7, 10), (9, 8), (6, 10), (5, 10), (8, 6)]  # prompt, completion: 20 to 14 tokens
 ADVANTAGES = torch.tensor([1.2, -0.7, 0.4, -0.9, 1.0, 0.5, -1.6, 0.1])
@@ -68,14 +66,7 @@ class Scarce(Trainee):
 
 @pytest.fixture
 def sequences() -> list[Sequence]:
-    rng = random.Random(3)
-    return [
-        Sequence(
-            [rng.randrange(256) for _ in range(prompt)],
-            Completion([rng.randrange(256) for _ in range(tokens)], [-1.0] * tokens, "eos", ""),
-        )
-        for prompt, tokens in LENGTHS
-    ]
+    return drawn_sequences(LENGTHS, seed=3)
 
 
 @pytest.fixture

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
 from grpo_kit.algorithms import get_algorithm
 from grpo_kit.model import ValueHead
-from grpo_kit.rollout import Completion
-from grpo_kit.training.batch import Sequence
 from grpo_kit.training.derive import derive
 from grpo_kit.training.options import TrainOptions
 from grpo_kit.training.passes import Measurement, Sums, Trainee, cut
 from grpo_kit.training.update import Updater
+from tests.training.helpers import drawn_sequences
 
 LENGTHS = [(9, 3), (4, 7), (8, 1), (7, 10), (3, 8)]
 BUDGETS = [1, 25, 40, 10_000]
@@ -23,15 +20,7 @@ TEMPERATURE = 0.7
 
 @pytest.fixture
 def sequences():
-    rng = random.Random(5)
-    return [
-        Sequence(
-            [rng.randrange(256) for _ in range(prompt)],
-            Completion([rng.randrange(256) for _ in range(tokens)], [-1.0] * tokens, "eos", ""),
-            trained=place != 1,
-        )
-        for place, (prompt, tokens) in enumerate(LENGTHS)
-    ]
+    return drawn_sequences(LENGTHS, seed=5, untrained=(1,))
 
 
 @pytest.fixture

@@ -6,20 +6,18 @@ AdamW's first moment after one step is 0.1 · gradient, which is how the gradien
 from __future__ import annotations
 
 import math
-import random
 import threading
 from dataclasses import replace
 
 import pytest
 import torch
 
-from grpo_kit.rollout import Completion
 from grpo_kit.training.batch import Sequence
 from grpo_kit.training.credit import Credit
 from grpo_kit.training.derive import derive
 from grpo_kit.training.options import TrainOptions
 from grpo_kit.training.update import Updater
-from tests.training.helpers import SOON, adapter, same
+from tests.training.helpers import SOON, adapter, drawn_sequences, same
 
 LENGTHS = [(9, 11), (10, 10), (8, 9), (7, 10), (9, 8), (6, 10), (5, 10), (8, 6)]  # prompt, completion: 20 to 14 tokens
 EIGHT_BY_ONE, FOUR_BY_TWO, ONE_BY_EIGHT = 1, 40, 10_000
@@ -28,14 +26,7 @@ ADVANTAGES = torch.tensor([1.2, -0.7, 0.4, -0.9, 1.0, 0.5, -1.6, 0.1])
 
 @pytest.fixture
 def sequences() -> list[Sequence]:
-    rng = random.Random(3)
-    return [
-        Sequence(
-            [rng.randrange(256) for _ in range(prompt)],
-            Completion([rng.randrange(256) for _ in range(tokens)], [-1.0] * tokens, "eos", ""),
-        )
-        for prompt, tokens in LENGTHS
-    ]
+    return drawn_sequences(LENGTHS, seed=3)
 
 
 @pytest.fixture
