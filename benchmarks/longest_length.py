@@ -1,157 +1,138 @@
 """The longest sequence that trains in 15 GB and float16: ours, TRL's and Unsloth's, one completion at a time.
 
     python benchmarks/longest_length.py
-    python benchmarks/longest_length.py --systems grpo-kit --shapes Llama-3.1-8B
+    python benchmarks/longest_length.py --systems grpo-kit --shapes Llama-3.1-8B --seconds 200
 
 A T4's profile on whatever GPU is there: no bfloat16 anywhere, torch's memory of the process capped, and for ours the
 one attention kernel that a T4 has. Random weights in 4 bits, LoRA rank 32; of the lengths in LENGTHS, found by
-bisection.
-Writes longest_length.md and .json into benchmarks/results/ (or --into) after each.
+bisection. Each system and shape is a process of its own.
+Writes longest_length.md and .json into benchmarks/results/ (or --into) after each length that was tried.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
-import subprocess
-import sys
-import time
+import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-CAP_GB, DTYPE = 15.0, "float16"
+import report
+import torch
+import training_step
+from child_process import rows_of, say, send
+from report import Row
+from training_step import DEVICE, WHOLE
+
+CAP_GB = 15.0
+LITTLE = {"activation_offloading": True}  # as the memory plan has it for such a card
 SHAPES = ("Qwen2.5-1.5B", "Qwen2.5-3B", "Llama-3.1-8B", "Qwen2.5-14B")
 LENGTHS = (1024, 2048, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152, 65536)
-SYSTEMS = ("grpo-kit", "Unsloth", "TRL")
-Row = dict[str, Any]
+SYSTEMS = (WHOLE, "Unsloth", "TRL")
 
 
 def main() -> None:
     asked = arguments()
     if asked.one:
-        print("ROW " + json.dumps(one(asked.one, asked.shapes[0], asked.checkpoints)), flush=True)
+        for row in bisected(asked.one, asked.shapes[0], asked.checkpoints / asked.shapes[0]):
+            send(row)
         return
-    rows: list[Row] = []
+    from random_checkpoint import write_checkpoint  # imports transformers, which Unsloth wants to come before
+
+    rows: dict[tuple[str, str], Row] = {}
     for shape in asked.shapes:
+        write_checkpoint(shape, asked.checkpoints / shape, torch.float16)
         for system in asked.systems:
-            rows.append(in_own_process(system, shape, asked))
-            write(rows, asked.into)
-    print(table(rows))
+            for row in in_own_process(system, shape, asked):
+                before = rows.get((system, shape), {})
+                rows[system, shape] = {**row, **before, "failed": row["failed"]} if "failed" in row else row
+                report.keep("longest_length", list(rows.values()), table(list(rows.values())), asked.into)
+    print(table(list(rows.values())))
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__)
     parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--checkpoints", type=Path, default=Path("/tmp/random-float16"))
-    parser.add_argument("--into", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which a process is killed")
     parser.add_argument("--one", choices=SYSTEMS, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def one(system: str, shape: str, checkpoints: Path) -> Row:
-    import torch
-    from random_checkpoint import write_checkpoint
+def bisected(system: str, shape: str, checkpoint: Path) -> Iterator[Row]:
+    """A row after each length tried: the longest so far, and what is `untried`, which is nothing in the last one."""
+    on_gpu = DEVICE == "cuda"  # on a CPU, to try the script, nothing is capped
+    if on_gpu:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(CAP_GB * 1e9 / total)
+    more = LITTLE if system == WHOLE and on_gpu else {}
+    dtype = "float16" if on_gpu else "float32"
+    steps_of = training_step.SYSTEMS[system](checkpoint, LENGTHS[-1], dtype, 1, **more)
+    if system == WHOLE and on_gpu:
+        from grpo_kit.model import load
 
-    folder = write_checkpoint(shape, checkpoints / shape, torch.float16)
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(CAP_GB * 1e9 / total)
-    import training_step
-
-    step_of = training_step.SYSTEMS[system](folder, LENGTHS[-1], DTYPE, 1)
-    if system == "grpo-kit":
-        _attend_as_a_t4()
+        training_step.attend_as_a_t4(load._loaded)
+    place = report.where(*training_step.PACKAGES[system])
     tried: list[Row] = []
     low, high = -1, len(LENGTHS)  # the longest known to train, the shortest known not to
     while high - low > 1:
         middle = (low + high) // 2
-        tried.append(attempt(step_of, LENGTHS[middle]))
+        tried.append(attempt(system, steps_of, LENGTHS[middle]))
         low, high = (middle, high) if "peak_gb" in tried[-1] else (low, middle)
-    best = max((row for row in tried if "peak_gb" in row), key=lambda row: row["length"], default={"length": 0})
-    import training_memory
+        best = max((row for row in tried if "peak_gb" in row), key=lambda row: row["length"], default={"length": 0})
+        untried = list(LENGTHS[low + 1 : high])
+        yield {"system": system, "model": shape, **best, "untried": untried, "tried": list(tried), **place}
 
-    return {"system": system, "model": shape, **best, "tried": tried, **training_memory.where(system)}
 
-
-def attempt(step_of: Any, length: int) -> Row:
-    import torch
-    import training_step
-
+def attempt(system: str, steps_of: training_step.StepsOf, length: int) -> Row:
+    say(f"first step at length {length}")
     try:
-        row = {"length": length, **training_step.measured(step_of(length), 1)}
+        row = {"length": length, **training_step.measured(steps_of(length)[system], 1)}
     except Exception as error:
         row = {"length": length, "failed": f"{type(error).__name__}: {error}"[:200]}
+        say(row["failed"])
     gc.collect()
-    torch.cuda.empty_cache()
-    print(row, flush=True)
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
     return row
 
 
-def _attend_as_a_t4() -> None:
-    import torch
-
-    from grpo_kit.kernels import choose_attention
-    from grpo_kit.model import load
-
-    assert load._loaded is not None
-    load._loaded.trunk.attention = choose_attention((7, 5), torch.float16)
-
-
-def in_own_process(system: str, shape: str, asked: argparse.Namespace) -> Row:
-    environment = dict(os.environ)
-    if system == "Unsloth" and "UNSLOTH_SITE" in os.environ:
-        environment["PYTHONPATH"] = os.environ["UNSLOTH_SITE"]
-    command = [sys.executable, __file__, "--one", system, "--shapes", shape, "--checkpoints", str(asked.checkpoints)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    for line in done.stdout.splitlines():
-        if line.startswith("ROW "):
-            row: Row = json.loads(line[4:])
-            print(system, shape, row["length"], flush=True)
-            return row
-    print(done.stdout[-2000:], flush=True)
-    return {
-        "system": system,
-        "model": shape,
-        "length": 0,
-        "failed": done.stdout[-300:],
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def write(rows: list[Row], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "longest_length.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (folder / "longest_length.md").write_text(table(rows))
+def in_own_process(system: str, shape: str, asked: argparse.Namespace) -> Iterator[Row]:
+    arguments = ["--one", system, "--shapes", shape, "--checkpoints", str(asked.checkpoints)]
+    expected: Row = {"system": system, "model": shape, "untried": []}
+    for row in rows_of(system, __file__, arguments, [expected], asked.seconds):
+        yield {**row, "length": 0, "untried": list(LENGTHS)} if "failed" in row else row
 
 
 def table(rows: list[Row]) -> str:
     systems = list(dict.fromkeys(row["system"] for row in rows))
-    places = dict.fromkeys(f"{row['hardware']}, {row['versions']}, {row['date']}" for row in rows if "hardware" in row)
     lines = [
         "# The longest sequence that trains in 15 GB",
         "",
-        *(f"- T4 profile on {place}" for place in places),
+        *(f"- T4 profile on {place}" for place in report.places(rows)),
         "",
         f"Float16, torch's memory capped at {CAP_GB:g} GB, random weights in 4 bits, LoRA rank 32, one completion at a "
         f"time, prompt of 512 tokens included. Of the lengths {', '.join(f'{length:,}' for length in LENGTHS)}; "
-        "in brackets the seconds of a step of that length, its first.",
+        "in brackets the seconds of a step of that length, its first. grpo-kit runs with activation_offloading, which "
+        "its memory plan turns on for such a card, and its step is the whole update.",
         "",
-        "| shape | " + " | ".join(systems) + " |",
-        "| --- |" + " --- |" * len(systems),
     ]
+    body = []
     for shape in dict.fromkeys(row["model"] for row in rows):
         its = {row["system"]: row for row in rows if row["model"] == shape}
-        lines.append(f"| {shape} | " + " | ".join(_cell(its.get(system)) for system in systems) + " |")
-    return "\n".join([*lines, ""])
+        body.append([shape, *(_cell(its.get(system)) for system in systems)])
+    return "\n".join([*lines, *report.grid(["shape", *systems], body), ""])
 
 
 def _cell(row: Row | None) -> str:
     if row is None:
         return ""
-    return f"{row['length']:,} ({row['seconds']:.1f} s)" if "seconds" in row else "none"
+    found = f"{row['length']:,} ({row['seconds']:.1f} s)" if "seconds" in row else "none"
+    if not row["untried"]:
+        return found
+    untried = ", ".join(f"{length:,}" for length in row["untried"])
+    return f"{found}; {untried} {row.get('failed', 'still to be tried')}"
 
 
 if __name__ == "__main__":

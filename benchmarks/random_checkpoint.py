@@ -10,7 +10,7 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -22,13 +22,15 @@ from transformers import (
 
 LLAMA: dict[str, Any] = {"vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 131072}
 QWEN: dict[str, Any] = {"vocab_size": 151936, "rope_theta": 1000000.0, "max_position_embeddings": 131072}
-CHAT = (
-    "{% for m in messages %}w4 {{ m['content'] }} w5 {% endfor %}{% if add_generation_prompt %}w6 {% endif %}"  # words
+EOS, PAD = 256, 257  # after the bytes
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 def shape(name: str) -> PreTrainedConfig:
-    """The configuration of a published model, by name."""
+    """The configuration of a published model, by name; "tiny" is none, and runs anywhere."""
     kind, base, (hidden, inner, layers, heads, kv_heads, tied) = SHAPES[name]
     config: PreTrainedConfig = kind(
         **base,
@@ -38,9 +40,9 @@ def shape(name: str) -> PreTrainedConfig:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         tie_word_embeddings=tied,
-        bos_token_id=3,
-        eos_token_id=2,
-        pad_token_id=1,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
     )
     return config
 
@@ -53,11 +55,13 @@ SHAPES: dict[str, tuple[Any, dict[str, Any], tuple[int, int, int, int, int, bool
     "Qwen2.5-14B": (Qwen2Config, {**QWEN, "vocab_size": 152064}, (5120, 13824, 48, 40, 8, False)),
     "Llama-3.2-3B": (LlamaConfig, LLAMA, (3072, 8192, 28, 24, 8, True)),
     "Llama-3.1-8B": (LlamaConfig, LLAMA, (4096, 14336, 32, 32, 8, False)),
+    "tiny": (Qwen2Config, {**QWEN, "vocab_size": 512}, (64, 128, 2, 4, 2, True)),
 }
 
 
 def write_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, double_quant: bool = False) -> Path:
-    """A folder that transformers loads: NF4 weights, embeddings and head in `dtype`, a tokenizer of words w0, w1, …"""
+    """A folder that transformers loads: NF4 weights, embeddings and head in `dtype`, a tokenizer of bytes. Never more
+    than one weight is there in 16 bits."""
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True)
@@ -73,8 +77,8 @@ def write_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.bfloat1
     save_file(_state(config, dtype, double_quant), folder / "model.safetensors", metadata={"format": "pt"})
     config.architectures = [type(_empty(config, dtype)).__name__]
     (folder / "config.json").write_text(config.to_json_string(use_diff=False))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 1}))
-    _tokenizer(config.vocab_size).save_pretrained(str(folder))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS, "pad_token_id": PAD}))
+    _tokenizer().save_pretrained(str(folder))
     return folder
 
 
@@ -107,18 +111,17 @@ def _state(config: PreTrainedConfig, dtype: torch.dtype, double_quant: bool) -> 
             state |= {f"{name}.{k}": v.cpu() for k, v in packed.quant_state.as_dict(packed=True).items()}
         else:
             state[name] = weight.cpu()
+    torch.cuda.empty_cache()  # the GPU is for what is measured next
     return state
 
 
-def _tokenizer(words: int) -> PreTrainedTokenizerFast:
-    vocabulary = {"[UNK]": 0, "[PAD]": 1, "[EOS]": 2, "[BOS]": 3, **{f"w{i}": i for i in range(4, words)}}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="[UNK]",
-        pad_token="[PAD]",
-        eos_token="[EOS]",
-        bos_token="[BOS]",
-        chat_template=CHAT,
-    )
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """The 256 bytes, then <|im_end|>, <|pad|> and <|im_start|>; the model has more tokens, which have no text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    letters.decoder = decoders.ByteLevel()
+    letters.add_special_tokens(["<|im_end|>", "<|pad|>", "<|im_start|>"])
+    made = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="<|im_end|>", pad_token="<|pad|>")
+    made.chat_template = CHATML
+    return made

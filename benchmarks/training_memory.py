@@ -1,131 +1,113 @@
 """Peak memory and time of one training step at 2,048 to 20,480 tokens: ours, TRL's and Unsloth's, on one GPU.
 
     python benchmarks/training_memory.py                                   # all three, one after the other
-    python benchmarks/training_memory.py --systems grpo-kit --lengths 2048
+    python benchmarks/training_memory.py --systems grpo-kit --lengths 2048 --seconds 200
     UNSLOTH_SITE=/path/to/site-packages python benchmarks/training_memory.py   # where Unsloth has a place of its own
 
 Llama-3.1-8B's shape with random weights in 4 bits, 8 completions; see training_step.py. Each system is a process
-of its own. Writes training_memory.md and .json into benchmarks/results/ (or --into) after each.
+of its own. Writes training_memory.md and .json into benchmarks/results/ (or --into) after each row.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
-import time
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-SHAPE, DTYPE, COMPLETIONS = "Llama-3.1-8B", "bfloat16", 8
-SMALL = {"tokens_per_micro_batch": 4096, "activation_offloading": True}  # ours, for little memory
+import report
+import training_step
+from child_process import rows_of, say, send
+from report import Row
+from training_step import COMPLETIONS, SAME_WORK, SHAPE, WHOLE
+
+LITTLE = {"tokens_per_micro_batch": 4096, "activation_offloading": True}  # ours, for little memory
 LENGTHS = (2048, 4096, 8192, 20480)
-SYSTEMS = ("grpo-kit", "Unsloth", "TRL")
-Row = dict[str, Any]
+ROWS = {WHOLE: (SAME_WORK, WHOLE), "Unsloth": ("Unsloth",), "TRL": ("TRL",)}  # what each system's process measures
 
 
 def main() -> None:
     asked = arguments()
     if asked.one:
-        for row in measurements(asked.one, asked.lengths, asked.checkpoint):
-            print("ROW " + json.dumps(row), flush=True)
+        for row in measurements(asked.one, asked):
+            send(row)
         return
-    from random_checkpoint import write_checkpoint
+    from random_checkpoint import write_checkpoint  # imports transformers, which Unsloth wants to come before
 
-    write_checkpoint(SHAPE, asked.checkpoint)
+    write_checkpoint(asked.shape, asked.checkpoint)
     rows: list[Row] = []
     for system in asked.systems:
-        rows += in_own_process(system, asked.lengths, asked)
-        write(rows, asked.into)
+        for row in in_own_process(system, asked):
+            rows.append(row)
+            report.keep("training_memory", rows, table(rows), asked.into)
     print(table(rows))
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
+    parser = report.arguments(__doc__)
+    parser.add_argument("--systems", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
-    parser.add_argument("--checkpoint", type=Path, default=Path("/tmp/random-8b"))
-    parser.add_argument("--into", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--one", choices=SYSTEMS, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    parser.add_argument("--checkpoint", type=Path, help="where the model is, or is to be written")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which a system's process is killed")
+    parser.add_argument("--small", action="store_true", help="a tiny model on any machine, to try the script itself")
+    parser.add_argument("--one", choices=list(ROWS), help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    asked.shape = "tiny" if asked.small else SHAPE
+    asked.checkpoint = asked.checkpoint or Path(f"/tmp/random-{asked.shape}")
+    return asked
 
 
-def measurements(system: str, lengths: list[int], checkpoint: Path) -> Iterator[Row]:
-    import training_step
-
-    more = SMALL if system == "grpo-kit" else {}
-    step_of = training_step.SYSTEMS[system](checkpoint, max(lengths), DTYPE, COMPLETIONS, **more)
-    for length in lengths:
-        row: Row = {"system": system, "model": SHAPE, "length": length, "completions": COMPLETIONS}
-        try:
-            row |= training_step.measured(step_of(length))
-        except Exception as error:  # a peer's failure is a row like any other
-            row["failed"] = f"{type(error).__name__}: {error}"[:300]
-        yield row | where(system)
-
-
-def where(system: str) -> Row:
-    import importlib.metadata as metadata
-
-    import torch
-
-    own = {"grpo-kit": "torch", "TRL": "trl", "Unsloth": "unsloth"}[system]
-    return {
-        "hardware": torch.cuda.get_device_name(),
-        "versions": f"{own} {metadata.version(own)}, torch {torch.__version__}",
-        "date": time.strftime("%Y-%m-%d"),
-    }
+def measurements(system: str, asked: argparse.Namespace) -> Iterator[Row]:
+    more = LITTLE if system == WHOLE and not asked.small else {}
+    dtype = "float32" if asked.small else "bfloat16"
+    steps_of = training_step.SYSTEMS[system](asked.checkpoint, max(asked.lengths), dtype, COMPLETIONS, **more)
+    place = report.where(*training_step.PACKAGES[system])
+    for length in asked.lengths:
+        steps: training_step.Steps = {}
+        for name in ROWS[system]:
+            say(f"{name}: first step at length {length}")
+            row: Row = {"system": name, "model": asked.shape, "length": length, "completions": COMPLETIONS}
+            try:
+                steps = steps or steps_of(length)
+                row |= training_step.measured(steps[name])
+            except Exception as error:  # a peer's failure is a row like any other
+                row["failed"] = f"{type(error).__name__}: {error}"[:300]
+            yield row | place
 
 
-def in_own_process(system: str, lengths: list[int], asked: argparse.Namespace) -> list[Row]:
-    environment = dict(os.environ)
-    if system == "Unsloth" and "UNSLOTH_SITE" in os.environ:
-        environment["PYTHONPATH"] = os.environ["UNSLOTH_SITE"]
-    command = [sys.executable, __file__, "--one", system, "--checkpoint", str(asked.checkpoint), "--lengths"]
-    done = subprocess.run(
-        [*command, *map(str, lengths)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    )
-    found: list[Row] = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]
-    for row in found:
-        print(row, flush=True)
-    if len(found) < len(lengths):
-        print(f"{system}:\n{done.stdout[-2000:]}", flush=True)
-    return found
-
-
-def write(rows: list[Row], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "training_memory.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (folder / "training_memory.md").write_text(table(rows))
+def in_own_process(system: str, asked: argparse.Namespace) -> Iterator[Row]:
+    lengths = [str(length) for length in asked.lengths]
+    arguments = ["--one", system, "--checkpoint", str(asked.checkpoint), "--lengths", *lengths]
+    expected: list[Row] = [{"system": name, "length": length} for length in asked.lengths for name in ROWS[system]]
+    return rows_of(system, __file__, [*arguments, *["--small"] * asked.small], expected, asked.seconds)
 
 
 def table(rows: list[Row]) -> str:
     systems = list(dict.fromkeys(row["system"] for row in rows))
-    places = dict.fromkeys(f"{row['hardware']}, {row['versions']}, {row['date']}" for row in rows)
     lines = [
         "# One training step: peak memory and time",
         "",
-        *(f"- {place}" for place in places),
+        *(f"- {place}" for place in report.places(rows)),
         "",
-        f"{SHAPE}'s shape, random weights in 4 bits, LoRA rank 32, bfloat16, {COMPLETIONS} completions to one "
-        "prompt of 512 tokens, total length as given. Peak of allocated GPU memory, and seconds of a forward and "
-        "backward pass over all of them. grpo-kit runs with activation_offloading and tokens_per_micro_batch=4096 (a "
-        "longer sequence goes alone), and its seconds are of its whole update: the KL curve's reference pass, clipping "
-        "and the optimizer included. The second of two repetitions.",
+        f"{rows[0].get('model', SHAPE)}'s shape, random weights in 4 bits, LoRA rank 32, bfloat16, {COMPLETIONS} "
+        "completions to one prompt of 512 tokens, total length as given. Peak of allocated GPU memory, and seconds of a "
+        "forward and backward pass over all of them, the second of two repetitions. grpo-kit runs with "
+        "activation_offloading and tokens_per_micro_batch=4096 (a longer sequence goes alone); its whole update is the "
+        "same and the KL curve's reference pass, clipping and the optimizer.",
         "",
-        "| total length | " + " | ".join(systems) + " | time against Unsloth |",
-        "| --- |" + " --- |" * (len(systems) + 1),
     ]
-    for length in dict.fromkeys(row["length"] for row in rows):
-        its = {row["system"]: row for row in rows if row["length"] == length}
-        cells = [_cell(its.get(system)) for system in systems]
-        both = [its.get(name, {}).get("seconds") for name in ("grpo-kit", "Unsloth")]
-        ratio = f"{both[0] / both[1]:.2f}×" if all(both) else ""
-        lines.append(f"| {length:,} | " + " | ".join(cells) + f" | {ratio} |")
-    return "\n".join([*lines, ""])
+    head = [f"{name}, whole update" if name == WHOLE else name for name in systems]
+    against = [f"{name} / Unsloth" for name in head if name.startswith(WHOLE)]
+    body = [_line(length, systems, rows) for length in dict.fromkeys(row["length"] for row in rows)]
+    return "\n".join([*lines, *report.grid(["total length", *head, *against], body), ""])
+
+
+def _line(length: int, systems: list[str], rows: list[Row]) -> list[str]:
+    its = {row["system"]: row for row in rows if row["length"] == length}
+    peer = its.get("Unsloth", {}).get("seconds")
+    seconds = [its.get(name, {}).get("seconds") for name in systems if name.startswith(WHOLE)]
+    ratios = [f"{own / peer:.2f}×" if own and peer else "" for own in seconds]
+    return [f"{length:,}", *(_cell(its.get(name)) for name in systems), *ratios]
 
 
 def _cell(row: Row | None) -> str:
