@@ -27,9 +27,7 @@ def send(row: Row) -> None:
     print(MARK + json.dumps(row), flush=True)
 
 
-def rows_of(
-    name: str, script: str, arguments: Sequence[str], expected: Sequence[Row], seconds: float
-) -> Iterator[Row]:
+def rows_of(name: str, script: str, arguments: Sequence[str], expected: Sequence[Row], seconds: float) -> Iterator[Row]:
     """Run a script and yield the rows that it sends; everything else it prints is shown, with the seconds since its
     start.
 

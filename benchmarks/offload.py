@@ -8,45 +8,33 @@ model in one process, on and off in turns. Writes offload.md and .json into benc
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from pathlib import Path
-from typing import Any
 
-import training_memory
+import report
 import training_step
-from random_checkpoint import write_checkpoint
+from report import Row
 
 LENGTHS, COMPLETIONS, TURNS = (4096, 20480), 2, 3
-Row = dict[str, Any]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=Path("/tmp/random-8b"))
-    parser.add_argument("--into", type=Path, default=Path(__file__).parent / "results")
-    asked = parser.parse_args()
-    folder = write_checkpoint(training_memory.SHAPE, asked.checkpoint)
-    rows = [row for length in LENGTHS for row in compared(folder, length)]
-    asked.into.mkdir(parents=True, exist_ok=True)
-    (asked.into / "offload.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (asked.into / "offload.md").write_text(table(rows))
-    print(table(rows))
-
-
-def compared(folder: Path, length: int) -> list[Row]:
+def compared(folder: Path) -> list[Row]:
     ways = {
         kept: training_step.ours(
             folder, max(LENGTHS), "bfloat16", COMPLETIONS, tokens_per_micro_batch=1024, activation_offloading=offloading
-        )(length)
+        )
         for kept, offloading in (("on the GPU", False), ("in the host's memory", True))
     }
+    return [row for length in LENGTHS for row in in_turns(length, ways)]
+
+
+def in_turns(length: int, ways_of: dict[str, training_step.StepsOf]) -> list[Row]:
+    ways = {kept: steps_of(length)[training_step.WHOLE] for kept, steps_of in ways_of.items()}
     made: dict[str, list[dict[str, float]]] = {kept: [] for kept in ways}
     for _ in range(TURNS):
         for kept, step in ways.items():
             made[kept].append(training_step.measured(step, 1))
-    place = training_memory.where("grpo-kit")
+    place = report.where()
     return [
         {
             "length": length,
@@ -61,24 +49,23 @@ def compared(folder: Path, length: int) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
+    head = ["total length", "layer inputs", "seconds", "ratio", "peak memory", "gradient's norm"]
     lines = [
         "# What activation offloading costs",
         "",
-        f"{rows[0]['hardware']}, {rows[0]['versions']}, {rows[0]['date']}. {training_memory.SHAPE}'s shape, random "
+        f"{report.places(rows)[0]}. {training_step.SHAPE}'s shape, random "
         f"weights in 4 bits, LoRA rank 32, bfloat16, {COMPLETIONS} completions, one sequence at a time. "
         "A whole update.",
         "",
-        "| total length | layer inputs | seconds | ratio | peak memory | gradient's norm |",
-        "| --- | --- | --- | --- | --- | --- |",
     ]
+    body = []
     for row in rows:
         base = next(r for r in rows if r["length"] == row["length"])
-        lines.append(
-            f"| {row['length']:,} | {row['layer_inputs']} | {row['seconds']:.2f} | "
-            f"{row['seconds'] / base['seconds']:.3f}× | {row['peak_gb']:.1f} GB | {row['grad_norm']:.4f} |"
-        )
-    return "\n".join([*lines, ""])
+        seconds = [f"{row['seconds']:.2f}", f"{row['seconds'] / base['seconds']:.3f}×"]
+        others = [f"{row['peak_gb']:.1f} GB", f"{row['grad_norm']:.4f}"]
+        body.append([f"{row['length']:,}", row["layer_inputs"], *seconds, *others])
+    return "\n".join([*lines, *report.grid(head, body), ""])
 
 
 if __name__ == "__main__":
-    main()
+    training_step.compare_ways(__doc__, "offload", compared, table)

@@ -8,16 +8,15 @@ cuts its micro-batches at 16,384 tokens. Writes packing.md and .json into benchm
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import report
 import torch
-import training_memory
 import training_step
-from random_checkpoint import write_checkpoint
+from report import Row
+from training_step import DEVICE
 
 import grpo_kit as gk
 from grpo_kit.kernels import Packed, pack
@@ -25,23 +24,10 @@ from grpo_kit.training.order import Tokens, micro_batches, padded_micro_batches
 
 LENGTHS = (100, 120, 150, 180, 220, 270, 330, 400, 500, 600, 750, 900, 1200, 1600, 2500, 4000)
 PROMPT, BUDGET = 256, 16_384
-Row = dict[str, Any]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=Path("/tmp/random-8b"))
-    parser.add_argument("--into", type=Path, default=Path(__file__).parent / "results")
-    asked = parser.parse_args()
-    folder = write_checkpoint(training_memory.SHAPE, asked.checkpoint)
-    rows = compared(gk.load_model(str(folder), max_seq_length=8192, lora_rank=32, dtype="bfloat16"))
-    asked.into.mkdir(parents=True, exist_ok=True)
-    (asked.into / "packing.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (asked.into / "packing.md").write_text(table(rows))
-    print(table(rows))
-
-
-def compared(model: Any) -> list[Row]:
+def compared(folder: Path) -> list[Row]:
+    model = gk.load_model(str(folder), max_seq_length=8192, lora_rank=32, dtype="bfloat16")
     vocabulary = model.causal_lm.config.vocab_size
     prompt = training_step.ids(1, PROMPT, vocabulary, 0)[0].tolist()
     answers = [training_step.ids(1, n, vocabulary, n)[0].tolist() for n in LENGTHS]
@@ -74,9 +60,7 @@ def compared(model: Any) -> list[Row]:
         row: Row = {"way": name, "micro_batches": len(parts), **training_step.measured(step)}
         first = first or [grad.clone() for grad in found]
         gap = torch.nn.utils.get_total_norm([a - b for a, b in zip(found, first, strict=True)])
-        rows.append(
-            {**row, "gap": float(gap) / rows[0]["grad_norm"] if rows else 0.0, **training_memory.where("grpo-kit")}
-        )
+        rows.append({**row, "gap": float(gap) / rows[0]["grad_norm"] if rows else 0.0, **report.where()})
     return rows
 
 
@@ -87,12 +71,12 @@ def gradients(model: Any, run: Callable[[Packed], torch.Tensor], batches: list[A
     for batch in batches:
         longest = max(len(b) + len(o) for b, o in batch)
         filled = [(b, o + [0] * (longest - len(b) - len(o))) for b, o in batch] if pad else batch
-        packed = pack(filled, "cuda")
-        first = torch.tensor([PROMPT] * len(batch), device="cuda")
+        packed = pack(filled, DEVICE)
+        first = torch.tensor([PROMPT] * len(batch), device=DEVICE)
         width = max(len(b) + len(o) for b, o in filled) - PROMPT
         outputs = model._heads(run(packed), packed, first, width, 1.0, None)
         real = [len(b) + len(o) - PROMPT for b, o in batch]
-        mask = torch.arange(width, device="cuda") < torch.tensor(real, device="cuda")[:, None]
+        mask = torch.arange(width, device=DEVICE) < torch.tensor(real, device=DEVICE)[:, None]
         loss = (outputs.logprobs * mask).sum() / sum(LENGTHS)
         grads = torch.autograd.grad(loss, weights)
         total = list(grads) if total is None else [a.add_(b) for a, b in zip(total, grads, strict=True)]
@@ -101,24 +85,22 @@ def gradients(model: Any, run: Callable[[Packed], torch.Tensor], batches: list[A
 
 
 def table(rows: list[Row]) -> str:
+    head = ["way", "micro-batches", "seconds", "ratio", "peak memory", "gap"]
     lines = [
         "# A long-tailed batch, packed and padded",
         "",
-        f"{rows[0]['hardware']}, {rows[0]['versions']}, {rows[0]['date']}. {training_memory.SHAPE}'s shape, random "
+        f"{report.places(rows)[0]}. {training_step.SHAPE}'s shape, random "
         f"weights in 4 bits, LoRA rank 32, bfloat16; {len(LENGTHS)} completions of {LENGTHS[0]} to {LENGTHS[-1]:,} "
         f"tokens, prompt of {PROMPT}, micro-batches of at most {BUDGET:,} tokens. Forward and backward. "
         "Gap: the distance of the gradients from the first row's, relative to their norm (bfloat16 rounds at 0.004).",
         "",
-        "| way | micro-batches | seconds | ratio | peak memory | gap |",
-        "| --- | --- | --- | --- | --- | --- |",
     ]
+    body = []
     for row in rows:
-        lines.append(
-            f"| {row['way']} | {row['micro_batches']} | {row['seconds']:.2f} | "
-            f"{row['seconds'] / rows[0]['seconds']:.2f}× | {row['peak_gb']:.1f} GB | {row['gap']:.4f} |"
-        )
-    return "\n".join([*lines, ""])
+        seconds = [f"{row['seconds']:.2f}", f"{row['seconds'] / rows[0]['seconds']:.2f}×"]
+        body.append([row["way"], str(row["micro_batches"]), *seconds, f"{row['peak_gb']:.1f} GB", f"{row['gap']:.4f}"])
+    return "\n".join([*lines, *report.grid(head, body), ""])
 
 
 if __name__ == "__main__":
-    main()
+    training_step.compare_ways(__doc__, "packing", compared, table)

@@ -90,10 +90,10 @@ def table(rows: list[Row]) -> str:
         *(f"- {place}" for place in report.places(rows)),
         "",
         f"{rows[0].get('model', SHAPE)}'s shape, random weights in 4 bits, LoRA rank 32, bfloat16, {COMPLETIONS} "
-        "completions to one prompt of 512 tokens, total length as given. Peak of allocated GPU memory, and seconds of a "
-        "forward and backward pass over all of them, the second of two repetitions. grpo-kit runs with "
-        "activation_offloading and tokens_per_micro_batch=4096 (a longer sequence goes alone); its whole update is the "
-        "same and the KL curve's reference pass, clipping and the optimizer.",
+        "completions to one prompt of 512 tokens, total length as given. Peak of allocated GPU memory, and seconds of "
+        "a forward and backward pass over all of them, the second of two repetitions. grpo-kit runs with "
+        "activation_offloading and tokens_per_micro_batch=4096 (a longer sequence goes alone); its whole update is "
+        "the same and the KL curve's reference pass, clipping and the optimizer.",
         "",
     ]
     head = [f"{name}, whole update" if name == WHOLE else name for name in systems]

@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import report
 import torch
 from child_process import say
+from report import Row
 
 SHAPE, COMPLETIONS = "Llama-3.1-8B", 8
 PROMPT, RANK = 512, 32
@@ -50,6 +52,20 @@ def attend_as_a_t4(model: Any) -> None:
     from grpo_kit.kernels import choose_attention
 
     model.trunk.attention = choose_attention((7, 5), torch.float16)
+
+
+def compare_ways(
+    doc: str | None, name: str, compared: Callable[[Path], list[Row]], table: Callable[[list[Row]], str]
+) -> None:
+    """The script that measures several ways of ours in one process. compared: from the model's folder to the rows."""
+    from random_checkpoint import write_checkpoint
+
+    parser = report.arguments(doc)
+    parser.add_argument("--checkpoint", type=Path, default=Path(f"/tmp/random-{SHAPE}"))
+    asked = parser.parse_args()
+    rows = compared(write_checkpoint(SHAPE, asked.checkpoint))
+    report.keep(name, rows, table(rows), asked.into)
+    print(table(rows))
 
 
 def ids(count: int, length: int, vocabulary: int, seed: int) -> torch.Tensor:
