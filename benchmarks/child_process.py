@@ -50,6 +50,8 @@ def rows_of(name: str, script: str, arguments: Sequence[str], expected: Sequence
                 missing = [part for part in missing if not part.items() <= row.items()]
                 _show(name, started, str(row))
                 yield row
+                if not missing:
+                    return  # its tidying up is not waited for
             elif line.strip():
                 last = line.strip()
                 _show(name, started, last)
@@ -57,8 +59,7 @@ def rows_of(name: str, script: str, arguments: Sequence[str], expected: Sequence
     finally:
         child.kill()
         child.wait()
-    if missing:
-        _show(name, started, reason)
+    _show(name, started, reason)
     for part in missing:
         yield {**part, "failed": reason}
 
