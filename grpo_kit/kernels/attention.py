@@ -59,8 +59,7 @@ def causal_attention(
     def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [b, heads, S, D], k and v [b, kv_heads, S, D] → [b, heads, S, D]."""
         grouped = q.shape[1] != k.shape[1]
-        with how.chosen():
-            return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [b, S, heads, D], k and v [b, S, kv_heads, D] → [b·S, heads, D]."""
@@ -70,9 +69,10 @@ def causal_attention(
         out = fused(q, k, v) if memory is None else memory.call(fused, q, k, v)
         return out.transpose(1, 2).flatten(0, 1)
 
-    if packed.in_order:
-        return attend(*(x.unflatten(0, (-1, packed.rows.shape[1])) for x in (q, k, v)))
-    parts = [attend(*(gather(x, tokens, packed.shared) for x in (q, k, v))) for tokens in packed.buckets]
+    with how.chosen():
+        if packed.in_order:
+            return attend(*(x.unflatten(0, (-1, packed.rows.shape[1])) for x in (q, k, v)))
+        parts = [attend(*(gather(x, tokens, packed.shared) for x in (q, k, v))) for tokens in packed.buckets]
     own: Tensor = _Own.apply(torch.cat(parts) if len(parts) > 1 else parts[0], packed.owner)
     return own
 

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from grpo_kit.kernels.attention import Attention, causal_attention
 from grpo_kit.kernels.attention_memory import Memory
-from grpo_kit.kernels.lora_linear import Group, lower, project, project_backward
+from grpo_kit.kernels.lora_linear import Group, lower, project, project_backward, project_forward
 from grpo_kit.kernels.offload import Offload
 from grpo_kit.kernels.packing import Packed
-from grpo_kit.kernels.rms_norm import rms_norm
+from grpo_kit.kernels.rms_norm import rms_norm, rms_norm_ways
 from grpo_kit.kernels.rotary import rotary
-from grpo_kit.kernels.swiglu import swiglu
+from grpo_kit.kernels.swiglu import swiglu_ways
 
 TILE = 4096  # enough to keep a large GPU busy
 
@@ -119,26 +119,41 @@ def _head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _mlp_half(x: Tensor, layer: DecoderLayer, rows: int) -> Tensor:
     """x [M, H], which is overwritten with the result: no gradient flows here."""
-    gate_up, down = layer.gate_up.held(), layer.down.held()
+    gate_up, down = _mlp_groups(x, layer, rows)
+    norm, _ = rms_norm_ways(x)
+    activate, _ = swiglu_ways(x)
     for tile in x.split(rows):
-        inner = swiglu(*project(rms_norm(tile, layer.mlp_norm, layer.eps), gate_up))
-        tile += project(inner, down)[0]
+        inner = activate(*project_forward(norm(tile, layer.mlp_norm, layer.eps)[0], gate_up)[0])
+        tile += project_forward(inner, down)[0][0]
+        del inner  # else the next tile's would come beside it
     return x
 
 
 def _mlp_backward(x: Tensor, grad: Tensor, layer: DecoderLayer, rows: int) -> tuple[Tensor, list[Tensor]]:
-    """From the gradient of the layer's output to that of its middle, [M, H] each, and those of the MLP's LoRA."""
-    gate_up, down = layer.gate_up.held(), layer.down.held()
+    """From the gradient of the layer's output to that of its middle, [M, H] each, and those of the MLP's LoRA. Each
+    gradient takes the memory of what it is the gradient of, so that a tile has three tensors of the MLP's width."""
+    gate_up, down = _mlp_groups(x, layer, rows)
+    norm, norm_backward = rms_norm_ways(x)
+    activate, activate_backward = swiglu_ways(x)
     grad_x = torch.empty_like(grad)
     total: list[Tensor] = []
     for tile, grad_tile, grad_x_tile in zip(*(t.split(rows) for t in (x, grad, grad_x)), strict=True):
-        with torch.enable_grad():
-            tile = tile.detach().requires_grad_()
-            inner = swiglu(*project(rms_norm(tile, layer.mlp_norm, layer.eps), gate_up))
-        seen = inner.detach()
-        grad_inner, grad_down = project_backward(seen, lower(seen, down), (grad_tile,), down, needs_x=True)
-        through, *grad_gate_up = torch.autograd.grad(inner, [tile, *gate_up.lora], grad_inner)
-        torch.add(grad_tile, through, out=grad_x_tile)
+        normed, rstd = norm(tile, layer.mlp_norm, layer.eps)
+        (gate, up), low = project_forward(normed, gate_up)
+        inner = activate(gate, up)
+        grad_down = project_backward(inner, lower(inner, down), (grad_tile,), down, grad_x=inner)
+        gate, up = activate_backward(inner, gate, up, over=True)
+        del inner
+        grad_gate_up = project_backward(normed, low, (gate, up), gate_up, grad_x=normed)
+        del gate, up
+        torch.add(grad_tile, norm_backward(normed, tile, layer.mlp_norm, rstd), out=grad_x_tile)
         here = [*grad_gate_up, *grad_down]
         total = [a.add_(b) for a, b in zip(total, here, strict=True)] if total else here
     return grad_x, total
+
+
+def _mlp_groups(x: Tensor, layer: DecoderLayer, rows: int) -> tuple[Group, Group]:
+    """Gate and up, and down. Tiles share the dense weights; one tile alone asks for each when it is its turn, which is
+    cheaper than the memory of all three."""
+    gate_up, down = layer.gate_up.rounded(x.dtype), layer.down.rounded(x.dtype)
+    return (gate_up.held(), down.held()) if len(x) > rows else (gate_up, down)

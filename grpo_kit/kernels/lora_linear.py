@@ -27,10 +27,11 @@ class Frozen:
 @dataclass(frozen=True)
 class Group:
     """Layers that share their input, and LoRA's weights for them: A₁ [r, K], B₁ [N₁, r], A₂, B₂, …; none of them where
-    the adapter is off."""
+    the adapter is off. factors: these as the products take them, once `rounded`."""
 
     layers: tuple[Frozen, ...]
     lora: tuple[Tensor, ...]
+    factors: Factors | None = None
 
     def held(self) -> Group:
         """The same with the dense weights at hand, for several products in a row."""
@@ -40,13 +41,28 @@ class Group:
 
         return replace(self, layers=tuple(replace(layer, dense=keep(layer.dense())) for layer in self.layers))
 
-    def stacked_a(self, dtype: torch.dtype) -> Tensor:
-        """[n·r, K]: one product with x serves all."""
-        return torch.cat([a.detach() for a in self.lora[0::2]]).to(dtype)
+    def rounded(self, dtype: torch.dtype) -> Group:
+        """The same with LoRA's factors at hand, for several products in a row. Not differentiable."""
+        if not self.lora or self.factors is not None:
+            return self
+        with torch.no_grad():
+            every_a, every_b = self.lora[0::2], self.lora[1::2]
+            a = (torch.cat(every_a) if len(every_a) > 1 else every_a[0]).to(dtype)
+            b = tuple(_scaled(b, layer.scaling, dtype) for layer, b in zip(self.layers, every_b, strict=True))
+        return replace(self, factors=Factors(a.detach(), b))
 
-    def scaled_b(self, dtype: torch.dtype) -> list[Tensor]:
-        """s·B of each, [N, r]."""
-        return [(layer.scaling * b.detach()).to(dtype) for layer, b in zip(self.layers, self.lora[1::2], strict=True)]
+
+@dataclass(frozen=True)
+class Factors:
+    """a [n·r, K]: A of all layers, so that one product with x serves all. b: s·B of each, [N, r]."""
+
+    a: Tensor
+    b: tuple[Tensor, ...]
+
+
+def _scaled(b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+    """s·b, computed as wide as b is and rounded, in one launch."""
+    return torch.mul(b, scaling, out=torch.empty(b.shape, dtype=dtype, device=b.device))
 
 
 def project(x: Tensor, group: Group) -> tuple[Tensor, ...]:
@@ -54,33 +70,49 @@ def project(x: Tensor, group: Group) -> tuple[Tensor, ...]:
     return _Project.apply(x, group, *group.lora)
 
 
+def project_forward(x: Tensor, group: Group) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """[M, N] of each layer, and `lower(x, group)`. Not differentiable, as all that follows; the group is `rounded`."""
+    low = lower(x, group)
+    outs = tuple(linear(x, layer.dense(), layer.bias) for layer in group.layers)
+    if low is not None and group.factors is not None:
+        for out, mine, b in zip(outs, _parts(low, group), group.factors.b, strict=True):
+            out.addmm_(mine, b.T)
+    return outs, low
+
+
 def project_backward(
-    x: Tensor, low: Tensor | None, grads: tuple[Tensor, ...], group: Group, needs_x: bool
-) -> tuple[Tensor | None, list[Tensor]]:
-    """From the gradients [M, N] of a group's outputs to that of x [M, K] (None unless needed) and, in float32, those of
-    LoRA's weights. low: x·Aᵀ [M, n·r] as `lower` gives it."""
-    grad_x = None
-    if needs_x:
-        for layer, grad in zip(group.layers, grads, strict=True):
-            grad_x = grad @ layer.dense() if grad_x is None else grad_x.addmm_(grad, layer.dense())
-    if low is None:
-        return grad_x, []
-    rank = group.lora[0].shape[0]
-    grad_low = torch.empty_like(low)
-    grad_bs = []
-    for i, (grad, b) in enumerate(zip(grads, group.scaled_b(x.dtype), strict=True)):
-        mine = slice(i * rank, (i + 1) * rank)
-        grad_low[:, mine] = grad @ b
-        grad_bs.append(group.layers[i].scaling * mm_float32(grad.T, low[:, mine]))
-    grad_as = mm_float32(grad_low.T, x).split(rank)
+    x: Tensor, low: Tensor | None, grads: tuple[Tensor, ...], group: Group, grad_x: Tensor | None
+) -> list[Tensor]:
+    """From the gradients [M, N] of a group's outputs those of LoRA's weights, in float32, and, written to grad_x [M, K]
+    if there is one, that of x. low: as `lower` gives it. grad_x may be x itself, which is not needed any more then."""
+    grad_lora, grad_low = [], None
+    if low is not None and group.factors is not None:
+        grad_low = torch.empty_like(low)
+        grad_bs = []
+        for layer, grad, b, mine, grad_mine in zip(
+            group.layers, grads, group.factors.b, _parts(low, group), _parts(grad_low, group), strict=True
+        ):
+            torch.mm(grad, b, out=grad_mine)
+            grad_bs.append(mm_float32(grad.T, mine).mul_(layer.scaling))
+        grad_as = mm_float32(grad_low.T, x).split(len(group.lora[0]))
+        grad_lora = [each for pair in zip(grad_as, grad_bs, strict=True) for each in pair]
     if grad_x is not None:
-        grad_x.addmm_(grad_low, group.stacked_a(x.dtype))
-    return grad_x, [each for pair in zip(grad_as, grad_bs, strict=True) for each in pair]
+        torch.mm(grads[0], group.layers[0].dense(), out=grad_x)
+        for layer, grad in zip(group.layers[1:], grads[1:], strict=True):
+            grad_x.addmm_(grad, layer.dense())
+        if grad_low is not None and group.factors is not None:
+            grad_x.addmm_(grad_low, group.factors.a)
+    return grad_lora
 
 
 def lower(x: Tensor, group: Group) -> Tensor | None:
     """x·Aᵀ of all layers, [M, n·r]; None where the adapter is off."""
-    return x @ group.stacked_a(x.dtype).T if group.lora else None
+    return None if group.factors is None else x @ group.factors.a.T
+
+
+def _parts(low: Tensor, group: Group) -> tuple[Tensor, ...]:
+    """Each layer's columns, [M, r]."""
+    return low.split(len(group.lora[0]), 1) if len(group.layers) > 1 else (low,)
 
 
 def mm_float32(a: Tensor, b: Tensor) -> Tensor:
@@ -94,20 +126,13 @@ def mm_float32(a: Tensor, b: Tensor) -> Tensor:
 class _Project(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, *lora: Tensor) -> tuple[Tensor, ...]:
-        low = lower(x, group)
-        outs = tuple(linear(x, layer.dense(), layer.bias) for layer in group.layers)
-        if low is not None:
-            rank = lora[0].shape[0]
-            for i, (out, b) in enumerate(zip(outs, group.scaled_b(x.dtype), strict=True)):
-                out.addmm_(low[:, i * rank : (i + 1) * rank], b.T)
+        ctx.group = group.rounded(x.dtype)
+        outs, low = project_forward(x, ctx.group)
         ctx.save_for_backward(x, *(() if low is None else (low,)))
-        ctx.group = group
         return outs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *low = ctx.saved_tensors
-        grad_x, grad_lora = project_backward(
-            x, low[0] if low else None, grads, ctx.group, needs_x=ctx.needs_input_grad[0]
-        )
-        return grad_x, None, *grad_lora
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        return grad_x, None, *project_backward(x, low[0] if low else None, grads, ctx.group, grad_x)

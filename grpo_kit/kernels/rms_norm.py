@@ -45,7 +45,8 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> 
     return ((through - normal * (through * normal).mean(-1, keepdim=True)) * rstd[:, None]).to(x.dtype)
 
 
-def _implementation(x: Tensor) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]:
+def rms_norm_ways(x: Tensor) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]:
+    """Forward and backward as they run where x is, outside of autograd; called as the twins are."""
     if use_triton(x):
         from grpo_kit.kernels import rms_norm_triton as fused
 
@@ -56,7 +57,7 @@ def _implementation(x: Tensor) -> tuple[Callable[..., tuple[Tensor, Tensor]], Ca
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normed, rstd = _implementation(x)[0](x, weight, eps)
+        normed, rstd = rms_norm_ways(x)[0](x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         return normed
 
@@ -64,4 +65,4 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, weight, rstd = ctx.saved_tensors
-        return _implementation(x)[1](grad, x, weight, rstd), None, None
+        return rms_norm_ways(x)[1](grad, x, weight, rstd), None, None

@@ -37,18 +37,21 @@ def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The twin: the gradients of gate and up, [M, I] each, rounded once.
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor, over: bool = False) -> tuple[Tensor, Tensor]:
+    """The twin: the gradients of gate and up, [M, I] each, rounded once. over: written over gate and up, which must be
+    contiguous then.
 
     d silu(z) / dz = s·(1 + z·(1 − s)) with s = sigmoid(z).
     """
     wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
     s = torch.sigmoid(wide)
-    grad_gate = grad.to(wide.dtype) * up * (s * (1 + wide * (1 - s)))
-    return grad_gate.to(gate.dtype), grad * F.silu(gate)
+    grad_gate = (grad.to(wide.dtype) * up * (s * (1 + wide * (1 - s)))).to(gate.dtype)
+    grad_up = grad * F.silu(gate)
+    return (gate.copy_(grad_gate), up.copy_(grad_up)) if over else (grad_gate, grad_up)
 
 
-def _implementation(gate: Tensor) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
+def swiglu_ways(gate: Tensor) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
+    """Forward and backward as they run where gate is, outside of autograd; called as the twins are."""
     if use_triton(gate):
         from grpo_kit.kernels import swiglu_triton as fused
 
@@ -60,10 +63,10 @@ class _Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return _implementation(gate)[0](gate, up)
+        return swiglu_ways(gate)[0](gate, up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        return _implementation(gate)[1](grad, gate, up)
+        return swiglu_ways(gate)[1](grad, gate, up)

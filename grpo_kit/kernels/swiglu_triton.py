@@ -21,11 +21,13 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up, [M, I] contiguous; all three inputs may have any row stride."""
+def backward(grad: Tensor, gate: Tensor, up: Tensor, over: bool = False) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up, [M, I] contiguous; all three inputs may have any row stride. over: written over
+    gate and up, which must be contiguous then; a program reads its numbers before it writes."""
+    assert not over or (gate.is_contiguous() and up.is_contiguous())
     grad, gate, up = unit_stride(grad), unit_stride(gate), unit_stride(up)
-    grad_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    grad_up = torch.empty_like(grad_gate)
+    grad_gate = gate if over else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    grad_up = up if over else torch.empty_like(grad_gate)
     grid, block = _tile(gate)
     _backward[grid](
         grad, gate, up, grad_gate, grad_up, grad.stride(0), gate.stride(0), up.stride(0),

@@ -227,12 +227,13 @@ def attention_backward(shape: Shape, options: PlanOptions) -> int:
 
 
 def mlp_backward(shape: Shape, options: PlanOptions) -> int:
-    """The attention half stays while the MLP goes through in tiles; gate, up and down are dequantized once for all
-    tiles."""
+    """The attention half stays while the MLP goes through in tiles: gate, up and what is between them and down, whose
+    gradients take their places. All tiles share the dense gate, up and down; a single tile has one at a time."""
     hidden, inner, width = shape.hidden, shape.intermediate, options.width
     held = options.micro_batch * (4 * hidden + 2 * shape.queries + 2 * shape.keys)
-    tile = min(options.micro_batch, MLP_TILE) * (2 * hidden + 4 * inner)
-    dense = 3 * hidden * inner if options.load_in_4bit else 0
+    tile = min(options.micro_batch, MLP_TILE) * (hidden + 3 * inner)
+    weights_held = 3 if options.micro_batch > MLP_TILE else 1
+    dense = weights_held * hidden * inner if options.load_in_4bit else 0
     return width * (held + tile + dense)
 
 
@@ -268,15 +269,15 @@ def rollout_parts(shape: Shape, options: PlanOptions) -> Parts:
 
 
 def update_parts(shape: Shape, options: PlanOptions) -> Parts:
-    """Gradients of the micro-batches so far are there from the second on; those of the present one grow as the saved
-    inputs go. AdamW of torch writes out a denominator for every weight."""
+    """The sum of the gradients is there from the second micro-batch on; in the first it grows as the saved inputs go.
+    AdamW of torch writes out a denominator for every weight."""
     adapter, layer = lora(shape, options), layer_backward(shape, options)
     before = adapter if options.micro_batch < options.step_tokens else 0
     saved = saved_on_gpu(shape, options)
     return _fullest(
         {"gradients": before, "layer inputs": saved, "the head": head_backward(shape, options)},
         {"gradients": before, "layer inputs": saved, "one layer's backward": layer},
-        {"gradients": before + adapter, "one layer's backward": layer},
+        {"gradients": adapter, "one layer's backward": layer},
         {"gradients": adapter, "the optimizer's step": adapter if options.optim == "adamw_torch" else 0},
     )
 

@@ -208,6 +208,7 @@ class Passes(Pass):
         self.estimates = estimates
         self.old, self._references = self._blank(torch.nan), self._blank(torch.nan)
         self._seen: set[int] = set()  # the sequences that a pass has been over: they are measured once
+        self._added: set[torch.nn.Parameter] = set()  # whose gradients have their part of the present micro-batch
         self.sums = Sums()
         self.bad: str | None = None  # where a loss was not finite, in words
 
@@ -221,12 +222,15 @@ class Passes(Pass):
 
     def forget(self) -> None:
         self.old, self._seen, self.sums = deepcopy(self._at_begin)
+        self._added.clear()
         for parameter in self.parameters:
             parameter.grad = None
 
     def learn(self, number: int) -> Tensor:
-        """Add the gradient of micro-batch `number` and return its part of the loss. Nothing is kept of a pass that ends
-        in an exception."""
+        """Add the gradient of micro-batch `number` and return its part of the loss.
+
+        Where this ends in an exception some of the gradients may be added already. Called again for the same
+        micro-batch it adds the others; else all is to be forgotten."""
         batch = self.batches[number]
         reference = self._reference(number)
         with self.trainee.offloading():
@@ -235,10 +239,7 @@ class Passes(Pass):
             old = torch.where(old.isnan(), outputs.logprobs.detach(), old)
             loss = self._objective(batch, outputs, old, reference)
             self._explain(loss.value, batch, outputs)
-            gradients = torch.autograd.grad(self.scale(loss.value), self.parameters, allow_unused=True)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            self._add_gradients(self.scale(loss.value))
         self.sums.add("clip_ratio", loss.clipped.float(), batch.loss_mask)
         self.old[batch.indices, : batch.width] = old
         if not self._seen.issuperset(batch.indices):
@@ -249,6 +250,17 @@ class Passes(Pass):
         if reference is not None:
             self._references[batch.indices, : batch.width] = reference
         return loss.value.detach()
+
+    def _add_gradients(self, loss: Tensor) -> None:
+        """As backward comes to them, so that those of a micro-batch never lie beside the sum."""
+        left = [parameter for parameter in self.parameters if parameter not in self._added]
+        hooks = [parameter.register_post_accumulate_grad_hook(self._added.add) for parameter in left]
+        try:
+            loss.backward(inputs=left)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._added.clear()
 
     @torch.no_grad()
     def measure_first(self) -> None:

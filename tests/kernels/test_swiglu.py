@@ -103,6 +103,17 @@ def test_kernels_take_transposed_inputs() -> None:
         assert_kernel_equals_twin(ours, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_written_over_the_inputs_are_the_same(dtype: torch.dtype) -> None:
+    gate, up, grad = inputs(3, 1536, dtype)
+    apart = swiglu_backward(grad, gate, up)
+    for ours, expected in zip(launch("swiglu_triton.backward", grad, gate, up, True), apart, strict=True):
+        assert_kernel_equals_twin(ours, expected)
+    over = swiglu_backward(grad, gate, up, over=True)
+    assert over[0] is gate and over[1] is up
+    assert torch.equal(gate, apart[0]) and torch.equal(up, apart[1])
+
+
 def test_far_ends_stay_finite() -> None:
     gate = torch.tensor([[-60000.0, -100.0, 0.0, 100.0, 60000.0]], dtype=torch.float16)
     one = torch.ones_like(gate)

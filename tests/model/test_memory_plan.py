@@ -140,10 +140,10 @@ def test_one_layers_backward_by_hand() -> None:
     assert attention_backward(HAND, alone) == 28 * (2 * (50 + 36 + 24) + 4 * 12)
     # 3 of the step's 6 sequences are in 50 of its 88 tokens, and 84 long with a prompt each
     assert attention_backward(HAND, options()) == 50 * (2 * (50 + 24 + 12) + 4 * 12) + 84 * (2 * (48 + 24) + 4 * 12)
-    assert mlp_backward(HAND, options()) == 2 * (50 * (40 + 24 + 12) + 50 * (20 + 120) + 900)
-    assert mlp_backward(HAND, options(load_in_4bit=False)) == 2 * (50 * 76 + 50 * 140)
+    assert mlp_backward(HAND, options()) == 2 * (50 * (40 + 24 + 12) + 50 * (10 + 90) + 300)
+    assert mlp_backward(HAND, options(load_in_4bit=False)) == 2 * (50 * 76 + 50 * 100)
     many = options(tokens_per_micro_batch=9000, max_seq_length=2000, prompts_per_step=5)
-    assert mlp_backward(HAND, many) == 2 * (9000 * 76 + MLP_TILE * 140 + 900)
+    assert mlp_backward(HAND, many) == 2 * (9000 * 76 + MLP_TILE * 100 + 900)
 
 
 def test_the_head_by_hand() -> None:
@@ -185,10 +185,10 @@ def test_a_phase_has_the_parts_of_its_fullest_moment() -> None:
     at_once = update_parts(HAND, options(tokens_per_micro_batch=88))
     assert at_once["gradients"] == 0, "the first micro-batch has none yet"
     wide = read_shape(QWEN)
-    late = update_parts(
-        wide, replace(PlanOptions(), tokens_per_micro_batch=1024, activation_offloading=True, lora_rank=256)
-    )
-    assert late["gradients"] == 2 * lora(wide, PlanOptions(lora_rank=256)), "two micro-batches' at the end"
+    ranked = PlanOptions(tokens_per_micro_batch=16384, activation_offloading=True, lora_rank=256)
+    late = update_parts(wide, ranked)
+    assert ranked.micro_batch == ranked.step_tokens and "layer inputs" not in late
+    assert late["gradients"] == lora(wide, ranked), "its own at the end"
     reading = options(prompts_per_step=50, max_prompt_length=19, max_completion_length=1, num_generations=2)
     assert set(rollout_parts(HAND, reading)) == {"KV cache", "reading the prompts"}
     assert rollout_parts(HAND, reading)["KV cache"] == kv_cache(HAND, reading, 50, 19)
