@@ -1,7 +1,8 @@
 """What the kernels that finish `Parts` share: a tile of y in registers, and the place of a column in nibble order.
 
-A program finishes ROWS rows at once, so that LoRA's B is read once for all of them and goes through the tensor cores,
-whose smallest product has 16 rows and an inner dimension of 16. Rows that lack are masked and cost no traffic.
+A program finishes ROWS rows at once, so that LoRA's B is read once for all of them and goes through the tensor cores
+where Triton uses them (from sm80 on), whose smallest product has 16 rows and an inner dimension of 16. Rows that lack
+are masked and cost no traffic.
 """
 
 from __future__ import annotations
