@@ -19,9 +19,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import register_dataclass, tree_map_only
 
-OPERATIONS = ("rms_norm", "swiglu", "rotary", "linear_logprob")
+from grpo_kit.kernels.decode_parts import Parts
+
+OPERATIONS = ("rms_norm", "swiglu", "rotary", "linear_logprob", "decode_norm", "decode_heads", "decode_gate")
+register_dataclass(Parts)  # its tensors go where the kernels run, too
 
 
 def launch(launcher: str, *args: Any) -> Any:

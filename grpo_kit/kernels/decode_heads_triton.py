@@ -1,0 +1,91 @@
+"""The Triton kernel of `finish_heads`: one launch, a program for one head (of q, k or v) of 16 rows."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_kit.kernels.decode_parts import Parts
+from grpo_kit.kernels.decode_parts_triton import ROWS, constants, finish, tensors
+from grpo_kit.kernels.triton_ready import unit_stride
+
+
+def finish_heads(
+    parts: Parts, cos: Tensor, sin: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, eps: float,
+    positions: Tensor, keys: Tensor, values: Tensor,
+) -> Tensor:  # fmt: skip
+    """The queries [B, heads, D]; writes to keys and values, whose last dimension has to be contiguous."""
+    kv_heads, width = keys.shape[1], keys.shape[3]
+    if keys.stride(3) != 1 or values.stride() != keys.stride():
+        raise ValueError(
+            f"finish_heads needs keys and values with equal strides, the last one 1; got {keys.stride()} and "
+            f"{values.stride()}"
+        )
+    heads = parts.sizes[0] // width
+    q = torch.empty((parts.rows, heads, width), dtype=parts.dtype, device=keys.device)
+    cos, sin = unit_stride(cos), unit_stride(sin)
+    _finish_heads[(heads + 2 * kv_heads, triton.cdiv(parts.rows, ROWS))](
+        **tensors(parts), cos=cos, sin=sin, query_norm=query_norm, key_norm=key_norm, positions=positions,
+        q=q, keys=keys, values=values, cos_stride=cos.stride(0), sin_stride=sin.stride(0),
+        slot_stride=keys.stride(0), head_stride=keys.stride(1), place_stride=keys.stride(2), eps=eps,
+        HEADS=heads, KV_HEADS=kv_heads, HALF=width // 2, BLOCK=triton.next_power_of_2(width // 2),
+        **constants(parts), num_warps=4,
+    )  # fmt: skip
+    return q
+
+
+# The number of rows changes as sequences end: specialized on, it would be compiled again for 1 and for 16.
+@triton.jit(do_not_specialize=["rows"])
+def _finish_heads(
+    sums, lora_b, bias, rows, part_stride, row_stride, cos, sin, query_norm, key_norm, positions, q, keys, values,
+    cos_stride, sin_stride, slot_stride, head_stride, place_stride, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)  # int64: places in the cache pass 2³¹
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    pair = tl.arange(0, BLOCK)  # a pair is (d, d + D/2) of the head
+    live, real = row < rows, pair < HALF
+    inside = live[:, None] & real[None, :]
+    matrix = (head >= HEADS).to(tl.int32) + (head >= HEADS + KV_HEADS).to(tl.int32)
+    col = head * (2 * HALF) + pair
+    dtype: tl.constexpr = q.dtype.element_ty
+    first = finish(
+        sums, lora_b, bias, row, col, live, real, matrix, part_stride, row_stride, dtype, PARTS, N, RANK, RANK_BLOCK
+    )  # fmt: skip
+    second = finish(
+        sums, lora_b, bias, row, col + HALF, live, real, matrix, part_stride, row_stride, dtype,
+        PARTS, N, RANK, RANK_BLOCK,
+    )  # fmt: skip
+    c = tl.load(cos + row[:, None] * cos_stride + pair[None, :], mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + row[:, None] * sin_stride + pair[None, :], mask=inside, other=0.0).to(tl.float32)
+    cached = row.to(tl.int64) * slot_stride + tl.load(positions + row, mask=live, other=0) * place_stride
+    if head < HEADS:
+        first, second = _turned(first, second, query_norm, c, s, pair, real, eps, dtype, HALF)
+        _store(q + (row * HEADS + head)[:, None] * (2 * HALF), first, second, pair, inside, HALF)
+    elif head < HEADS + KV_HEADS:
+        first, second = _turned(first, second, key_norm, c, s, pair, real, eps, dtype, HALF)
+        _store(keys + (cached + (head - HEADS) * head_stride)[:, None], first, second, pair, inside, HALF)
+    else:
+        own = head - HEADS - KV_HEADS
+        _store(values + (cached + own * head_stride)[:, None], first, second, pair, inside, HALF)
+
+
+@triton.jit
+def _turned(first, second, weight, c, s, pair, real, eps, dtype: tl.constexpr, HALF: tl.constexpr):
+    """The halves of a head after its norm, if it has one, and rotary embedding."""
+    if weight is not None:
+        scale = tl.rsqrt(tl.sum(first * first + second * second, 1) / (2 * HALF) + eps)[:, None]
+        gain = tl.load(weight + pair, mask=real, other=0.0).to(tl.float32)[None, :]
+        first = ((first * scale).to(dtype).to(tl.float32) * gain).to(dtype).to(tl.float32)
+        gain = tl.load(weight + HALF + pair, mask=real, other=0.0).to(tl.float32)[None, :]
+        second = ((second * scale).to(dtype).to(tl.float32) * gain).to(dtype).to(tl.float32)
+    return first * c - second * s, second * c + first * s
+
+
+@triton.jit
+def _store(start, first, second, pair, inside, HALF: tl.constexpr):
+    tl.store(start + pair[None, :], first, mask=inside)
+    tl.store(start + HALF + pair[None, :], second, mask=inside)

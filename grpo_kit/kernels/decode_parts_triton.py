@@ -1,0 +1,74 @@
+"""What the kernels that finish `Parts` share: a tile of y in registers, and the place of a column in nibble order.
+
+A program finishes ROWS rows at once, so that LoRA's B is read once for all of them and goes through the tensor cores
+where Triton uses them (from sm80 on), whose smallest product has 16 rows and an inner dimension of 16. Rows that lack
+are masked and cost no traffic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from grpo_kit.kernels.decode_parts import Parts
+from grpo_kit.kernels.triton_ready import unit_stride
+
+ROWS = 16
+
+
+def tensors(parts: Parts) -> dict[str, Any]:
+    """The tensors among the arguments that every finishing kernel takes, and their strides."""
+    sums = unit_stride(parts.sums)
+    lora_b = None if parts.lora_b is None else parts.lora_b.contiguous()
+    bias = None if parts.bias is None else parts.bias.contiguous()
+    return {
+        "sums": sums, "lora_b": lora_b, "bias": bias,
+        "rows": parts.rows, "part_stride": sums.stride(0), "row_stride": sums.stride(1),
+    }  # fmt: skip
+
+
+def constants(parts: Parts) -> dict[str, int]:
+    """The compile-time arguments that every finishing kernel takes."""
+    return {
+        "PARTS": len(parts.sums), "N": parts.outputs, "RANK": parts.rank,
+        "RANK_BLOCK": max(16, triton.next_power_of_2(parts.rank)), "ROWS": ROWS,
+    }  # fmt: skip
+
+
+@triton.jit
+def finish(
+    sums, lora_b, bias, row, col, live, real, matrix, part_stride, row_stride, dtype: tl.constexpr,
+    PARTS: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y [ROWS, COLUMNS] in float32, rounded to `dtype`: rows `row` where `live`, columns `col` of the N where `real`.
+
+    All of the columns belong to the matrix with the number `matrix`; those that are not real are 0.
+    """
+    here = sums + row[:, None] * row_stride
+    y = _added_up(here + col[None, :], live[:, None] & real[None, :], part_stride, PARTS)
+    if bias is not None:
+        y += tl.load(bias + col, mask=real, other=0.0).to(tl.float32)[None, :]
+    if RANK:
+        j = tl.arange(0, RANK_BLOCK)
+        used = j < RANK
+        low = _added_up(here + (N + matrix * RANK + j)[None, :], live[:, None] & used[None, :], part_stride, PARTS)
+        b = tl.load(lora_b + col[:, None] * RANK + j[None, :], mask=real[:, None] & used[None, :], other=0.0)
+        y += tl.dot(low.to(dtype), tl.trans(b), input_precision="ieee")
+    return y.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _added_up(first, inside, part_stride, PARTS: tl.constexpr):
+    """Σ over the parts of the numbers at the addresses `first`. Unrolled: no load waits for another."""
+    total = tl.load(first, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(first + part * part_stride, mask=inside, other=0.0)
+    return total
+
+
+@triton.jit
+def nibble_place(col):
+    """Where `nibble_order` puts column `col`."""
+    return col // 64 * 64 + col % 4 * 16 + col % 64 // 4

@@ -1,0 +1,147 @@
+"""`finish_heads` of a token step: the twin and its Triton kernel against float64, and what they leave in the cache."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kit.kernels.decode_heads import finish_heads
+from grpo_kit.kernels.decode_parts import Parts
+from tests.kernels.launching import where_kernels_run
+from tests.kernels.unfinished import (
+    CASES,
+    Case,
+    assert_near,
+    finished64,
+    rounded,
+    skip_what_the_interpreter_cannot,
+    unfinished,
+)
+
+EPS = 1e-6
+LENGTH = 7
+
+
+@dataclass(frozen=True)
+class Heads:
+    heads: int
+    kv_heads: int
+    width: int
+    norms: bool
+
+
+SHAPES = [Heads(4, 2, 64, False), Heads(3, 1, 80, True)]
+
+
+def inputs(case: Case, shape: Heads) -> dict[str, Any]:
+    """The arguments of `finish_heads`; keys and values are views, of three slots more than there are rows."""
+    g = torch.Generator().manual_seed(2)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(*size, generator=g).to(case.dtype)
+
+    angle = (2 * math.pi * torch.rand(case.rows, shape.width // 2, generator=g)).repeat(1, 2)
+    caches = random(2, shape.kv_heads, case.rows + 3, LENGTH, shape.width + 8)[..., :-8].transpose(1, 2)
+    return {
+        "parts": unfinished(case, (shape.heads * shape.width, *(shape.kv_heads * shape.width,) * 2)),
+        "cos": angle.cos().to(case.dtype),
+        "sin": angle.sin().to(case.dtype),
+        "query_norm": 1 + 0.3 * random(shape.width) if shape.norms else None,
+        "key_norm": 1 + 0.3 * random(shape.width) if shape.norms else None,
+        "eps": EPS,
+        "positions": torch.arange(case.rows) * 5 % LENGTH,
+        "keys": caches[0],
+        "values": caches[1],
+    }
+
+
+def normed64(x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if weight is None:
+        return x
+    normal = rounded(x / (x.square().mean(-1, keepdim=True) + EPS).sqrt(), dtype)
+    return rounded(normal * weight.double(), dtype)
+
+
+def turned64(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A pair as a complex number, times the unit number of its angle."""
+    half = x.shape[-1] // 2
+    unit = torch.complex(cos.double(), sin.double())[:, None, :half]
+    turned = torch.complex(x[..., :half], x[..., half:]) * unit
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def reference(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) [B, heads, D] in float64, before the last rounding."""
+    parts: Parts = given["parts"]
+    q, k, v = (y.unflatten(1, (-1, given["keys"].shape[3])) for y in finished64(parts).split(parts.sizes, 1))
+    q, k = normed64(q, given["query_norm"], parts.dtype), normed64(k, given["key_norm"], parts.dtype)
+    return turned64(q, given["cos"], given["sin"]), turned64(k, given["cos"], given["sin"]), v
+
+
+def run(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and the caches after the call; they come back from where kernels run by copy."""
+    return finish_heads(**given), given["keys"], given["values"]
+
+
+def assert_right(got: tuple[Tensor, Tensor, Tensor], given: dict[str, Any], in_interpreter: bool) -> None:
+    """`given` still has the caches as they were."""
+    q, k, v = reference(given)
+    assert got[0].dtype == given["parts"].dtype
+    assert_near(got[0], q, in_interpreter)
+    for cache, before, expected in [(got[1], given["keys"], k), (got[2], given["values"], v)]:
+        row = torch.arange(len(expected))
+        assert_near(cache[row, :, given["positions"]], expected, in_interpreter)
+        rest = cache.clone()
+        rest[row, :, given["positions"]] = before[row, :, given["positions"]]
+        assert torch.equal(rest, before)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, Heads(1, 1, 256, True)], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_twin_equals_float64(case: Case, shape: Heads) -> None:
+    given = inputs(case, shape)
+    copies = {**given, "keys": given["keys"].clone(), "values": given["values"].clone()}
+    assert_right(run(copies), given, in_interpreter=False)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernel_equals_float64(case: Case, shape: Heads) -> None:
+    skip_what_the_interpreter_cannot(case)
+    given = inputs(case, shape)
+    assert_right(where_kernels_run(run, given), given, in_interpreter=True)
+
+
+@pytest.mark.parametrize("width", [96, 128, 256])
+def test_kernel_takes_heads_of_other_widths(width: int) -> None:
+    given = inputs(Case(torch.float16, 2, 2, 8, True), Heads(2, 1, width, norms=True))
+    assert_right(where_kernels_run(run, given), given, in_interpreter=True)
+
+
+def test_kernel_takes_float32_angles_of_16_bit_numbers() -> None:
+    given = inputs(Case(torch.float16, 2, 1, 0, False), Heads(2, 1, 64, norms=False))
+    given |= {"cos": given["cos"].float() + 1e-5, "sin": given["sin"].float() - 1e-5}
+    assert_right(where_kernels_run(run, given), given, in_interpreter=True)
+
+
+def test_refuses_what_does_not_fit_together() -> None:
+    given = inputs(Case(torch.float32, 4, 1, 0, False), Heads(2, 1, 64, norms=False))
+    for wrong in [
+        {"cos": given["cos"][:2]},
+        {"positions": given["positions"][:2]},
+        {"keys": given["keys"][:3], "values": given["values"][:3]},
+        {"values": given["values"][:, :, 1:]},
+        {"keys": given["keys"].half(), "values": given["values"].half()},
+        {"parts": Parts(given["parts"].sums, (64, 128, 64), torch.float32)},
+        {"query_norm": torch.ones(63)},
+    ]:
+        with pytest.raises(ValueError, match="finish_heads needs"):
+            finish_heads(**given | wrong)
+    strange = given | {"values": given["values"].contiguous()}
+    with pytest.raises(ValueError, match="equal strides"):
+        where_kernels_run(run, strange)
