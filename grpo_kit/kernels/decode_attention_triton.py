@@ -18,8 +18,8 @@ from grpo_kit.kernels.triton_ready import unit_stride
 
 GRAIN = tl.constexpr(32)  # a part's columns are a multiple of this
 # Of keys, and again of values, that a program takes at a time, and how many such tiles are on their way or in use: with
-# 128 numbers a head 54 KB and 90 registers a thread, so that four programs fit on a multiprocessor of sm90.
-TILE_BYTES, STAGES = 8 * 1024, 4
+# 128 numbers a head 38 KB and under 100 registers a thread, so that five programs fit on a multiprocessor of sm90.
+TILE_BYTES, STAGES = 8 * 1024, 3
 PROGRAMS_PER_MULTIPROCESSOR = 4
 SHORTEST, LONGEST = 64, 1024  # columns of a part: below, its sums cost too much; above, one long row keeps all waiting
 MOST_PARTS = 64  # are added up at once
@@ -105,8 +105,8 @@ def _attend(
         end = tl.minimum(first + share, end)
 
     peak = tl.full([GROUP], -float("inf"), tl.float32)  # logarithms are to the base 2
-    total = tl.zeros([GROUP], tl.float32)
-    mean = tl.zeros([GROUP, PADDED], tl.float32)
+    totals = tl.zeros([GROUP, TILE], tl.float32)  # added up at the end: between warps that takes barriers
+    weighted = tl.zeros([GROUP, PADDED], tl.float32)
     key = keys + row * key_row + kv_head * key_head
     value = values + row * value_row + kv_head * value_head
     for start in range(first, end, TILE):
@@ -116,20 +116,21 @@ def _attend(
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         shrink = tl.exp2(peak - new_peak)
         weight = tl.exp2(scores - new_peak[:, None])
-        total = total * shrink + tl.sum(weight, 1)
+        totals = totals * shrink[:, None] + weight
         some = _cached(value, start, end, value_column, WIDTH, PADDED, TILE)
-        mean = tl.dot(weight.to(some.dtype), some, mean * shrink[:, None], input_precision="ieee")
+        weighted = tl.dot(weight.to(some.dtype), some, weighted * shrink[:, None], input_precision="ieee")
         peak = new_peak
 
+    total = tl.sum(totals, 1)
     heads = tl.num_programs(1) * HEADS
     if SPLIT:
         place = ((row * heads + kv_head * HEADS + head) * tl.num_programs(2)) + tl.program_id(2)
         tl.store(log_totals + place, peak + tl.log2(total), mask=head < HEADS)  # -inf of an empty part
         if first < end:
-            tl.store(sums + place[:, None] * WIDTH + d[None, :], mean / total[:, None], mask=used)
+            tl.store(sums + place[:, None] * WIDTH + d[None, :], weighted / total[:, None], mask=used)
     else:
         place = _nibble_place((kv_head * HEADS + head)[:, None] * WIDTH + d[None, :])
-        tl.store(sums + row * (heads * WIDTH) + place, mean / total[:, None], mask=used)
+        tl.store(sums + row * (heads * WIDTH) + place, weighted / total[:, None], mask=used)
 
 
 @triton.jit
