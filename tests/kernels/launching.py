@@ -23,7 +23,16 @@ from torch.utils._pytree import register_dataclass, tree_map_only
 
 from grpo_kit.kernels.decode_parts import Parts
 
-OPERATIONS = ("rms_norm", "swiglu", "rotary", "linear_logprob", "decode_norm", "decode_heads", "decode_gate")
+OPERATIONS = (
+    "rms_norm",
+    "swiglu",
+    "rotary",
+    "linear_logprob",
+    "decode_norm",
+    "decode_heads",
+    "decode_gate",
+    "decode_attention",
+)
 register_dataclass(Parts)  # its tensors go where the kernels run, too
 
 
@@ -59,8 +68,23 @@ def _interpreter() -> ProcessPoolExecutor:
 def _start() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
+    _teach_products_of_bfloat16()
     for operation in OPERATIONS:
         import_module(f"grpo_kit.kernels.{operation}").use_triton = lambda _: True
+
+
+def _teach_products_of_bfloat16() -> None:
+    """The interpreter keeps bfloat16 numbers as integers, and its tl.dot multiplies those."""
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    product = InterpreterBuilder.create_dot
+
+    def product_of_wider(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        a, b = (self.create_fp_ext(x, float32) if x.dtype.scalar == bfloat16 else x for x in (a, b))
+        return product(self, a, b, *rest)
+
+    InterpreterBuilder.create_dot = product_of_wider
 
 
 def _call_pickled(call: bytes) -> bytes:

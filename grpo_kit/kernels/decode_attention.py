@@ -1,0 +1,93 @@
+"""Attention of one new token a row over its cached keys and values: what a token step of decoding does in each layer.
+
+Rows stand at different positions. It writes nothing to the cache, computes no gradient and has no sliding window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from grpo_kit.kernels.triton_ready import use_triton
+
+LARGEST_GROUP = 16  # heads of queries on one head of keys: the rows of one product on the tensor cores
+BLOCK = 64  # of the nibble order
+
+
+def decode_attention(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, length: int) -> Tensor:
+    """Return [B, heads·D] in nibble order: row b's attention over the columns 0..positions[b] of its slot of the cache.
+
+    q [B, heads, D]; keys and values [S, kv_heads, L, D] of q's dtype, row b's in slot b, S ≥ B, each token's D numbers
+    side by side and any strides else; what they hold in later columns is not looked at. positions [B] int64, each below
+    `length`, which is at most L. softmax(scale·q·kᵀ)·v is computed in float32 and rounded to q's dtype. Nothing depends
+    on numbers in the tensors but the result, so a CUDA graph may hold the call.
+
+    Raises ValueError if the shapes, dtypes or strides don't fit, if more than 16 heads share one of keys, or if heads·D
+    is not a multiple of 64. Positions are not checked: that would wait for the device.
+    """
+    _check(q, keys, values, positions, length)
+    return _implementation(q)(q, keys, values, positions, scale, length)
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, length: int) -> Tensor:
+    """The twin."""
+    rows, heads, _ = q.shape
+    kv_heads = keys.shape[1]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    seen = (torch.arange(length, device=q.device) <= positions[:, None])[:, None, None]  # [B, 1, 1, length]
+    keys, values = (x[:rows, :, :length].to(dtype) for x in (keys, values))
+    grouped = q.to(dtype).unflatten(1, (kv_heads, heads // kv_heads))  # [B, kv_heads, group, D]
+    scores = (grouped @ keys.transpose(-1, -2) * scale).masked_fill(~seen, -math.inf)
+    # A weight of 0 would not silence what a column never written to may hold: 0·NaN is NaN.
+    values = values.masked_fill(~seen.transpose(-1, -2), 0)
+    return nibble_order((scores.softmax(-1) @ values).to(q.dtype).flatten(1))
+
+
+def nibble_order(x: Tensor) -> Tensor:
+    """`x` with element k of each 64 along the last dimension at place 16·(k % 4) + k // 4."""
+    return x.unflatten(-1, (-1, BLOCK // 4, 4)).transpose(-1, -2).flatten(-3)
+
+
+def _check(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, length: int) -> None:
+    fits = (
+        q.dim() == 3
+        and keys.dim() == 4
+        and keys.shape == values.shape
+        and positions.shape == q.shape[:1]
+        and keys.shape[0] >= q.shape[0]
+        and keys.shape[3] == q.shape[2]
+        and q.shape[1] % keys.shape[1] == 0
+        and 0 < length <= keys.shape[2]
+    )
+    if not fits:
+        raise ValueError(
+            "decode_attention needs q [B, heads, D], keys and values [S, kv_heads, L, D] with S ≥ B and heads a "
+            f"multiple of kv_heads, positions [B] and a length of 1..L; got {tuple(q.shape)}, {tuple(keys.shape)}, "
+            f"{tuple(values.shape)}, {tuple(positions.shape)} and {length}"
+        )
+    if not q.dtype == keys.dtype == values.dtype:
+        raise ValueError(
+            f"decode_attention needs q, keys and values of one dtype; got {q.dtype}, {keys.dtype} and {values.dtype}"
+        )
+    if keys.stride(3) != 1 or values.stride(3) != 1:
+        raise ValueError("decode_attention needs caches whose last dimension is contiguous: allocate them so")
+    if q.shape[1] > LARGEST_GROUP * keys.shape[1]:
+        raise ValueError(
+            f"decode_attention takes at most {LARGEST_GROUP} heads of queries to one of keys; got {q.shape[1]} to "
+            f"{keys.shape[1]}"
+        )
+    if q.shape[1] * q.shape[2] % BLOCK:
+        raise ValueError(
+            f"nibble order needs heads·D to be a multiple of {BLOCK}; got {q.shape[1]} heads of {q.shape[2]}"
+        )
+
+
+def _implementation(q: Tensor) -> Callable[..., Tensor]:
+    if use_triton(q):
+        from grpo_kit.kernels import decode_attention_triton as fused
+
+        return fused.attend
+    return attend

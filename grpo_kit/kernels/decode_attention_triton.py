@@ -1,0 +1,165 @@
+"""The Triton kernels of `decode_attention`: flash-decoding (Dao et al. 2023, pytorch.org/blog/flash-decoding).
+
+A program takes one row, one head of keys with all the heads of queries on it, and one part of the row's columns; a
+second launch adds up the parts, if there are several. Every row is cut by its own length, so short rows too are spread
+over the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_kit.kernels.triton_ready import unit_stride
+
+GRAIN = tl.constexpr(32)  # a part's columns are a multiple of this
+# Of keys, and again of values, that a program takes at a time, and how many such tiles are on their way or in use: with
+# 128 numbers a head 38 KB and under 100 registers a thread, so that five programs fit on a multiprocessor of sm90.
+TILE_BYTES, STAGES = 8 * 1024, 3
+PROGRAMS_PER_MULTIPROCESSOR = 4
+SHORTEST, LONGEST = 64, 1024  # columns of a part: below, its sums cost too much; above, one long row keeps all waiting
+MOST_PARTS = 64  # are added up at once
+# Where there is no GPU to ask, as one with 132 multiprocessors.
+MULTIPROCESSORS, CAPABILITY = 132, (9, 0)
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, length: int) -> Tensor:
+    """[B, heads·D], as `decode_attention` has it."""
+    heads, kv_heads = q.shape[1], keys.shape[1]
+    multiprocessors, capability = _hardware(q.device)
+    parts = parts_of_a_row(len(q) * kv_heads, length, multiprocessors)
+    return attend_in_parts(q, keys, values, positions, scale, parts, padded_group(heads // kv_heads, capability))
+
+
+def attend_in_parts(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, parts: int, group: int
+) -> Tensor:
+    """The same with each row cut into `parts`, and a head of keys' queries padded to `group`, a power of two."""
+    q, positions = unit_stride(q), unit_stride(positions)
+    rows, heads, width = q.shape
+    kv_heads, padded = keys.shape[1], triton.next_power_of_2(width)
+    result = torch.empty(rows, heads * width, dtype=q.dtype, device=q.device)
+    sums, log_totals = result, None  # of a single part: the kernel writes the result itself
+    if parts > 1:
+        sums = torch.empty(rows, heads, parts, width, dtype=torch.float32, device=q.device)
+        log_totals = torch.empty(rows, heads, parts, dtype=torch.float32, device=q.device)
+    _attend[(rows, kv_heads, parts)](
+        q, keys, values, positions, sums, log_totals, scale * math.log2(math.e),
+        *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
+        HEADS=heads // kv_heads, GROUP=group, WIDTH=width, PADDED=padded, SPLIT=parts > 1,
+        TILE=min(64, max(16, TILE_BYTES // (padded * q.element_size()))), num_warps=4, num_stages=STAGES,
+    )  # fmt: skip
+    if parts > 1:
+        _combine[(rows, heads)](
+            sums, log_totals, result, parts,
+            WIDTH=width, PADDED=padded, PARTS=triton.next_power_of_2(parts), num_warps=4,
+        )  # fmt: skip
+    return result
+
+
+def parts_of_a_row(programs: int, length: int, multiprocessors: int) -> int:
+    """Into how many parts each row of up to `length` columns is cut; `programs`: rows × heads of keys, above 0."""
+    to_fill_all = min(multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // programs, triton.cdiv(length, SHORTEST))
+    return min(max(1, to_fill_all, triton.cdiv(length, LONGEST)), MOST_PARTS)
+
+
+def padded_group(heads: int, capability: tuple[int, int]) -> int:
+    """Queries on one head of keys, as many as the product takes: 16 on tensor cores. Triton has none for sm75, where
+    each row more costs time and registers."""
+    return 16 if capability >= (8, 0) else triton.next_power_of_2(heads)
+
+
+def _hardware(device: torch.device) -> tuple[int, tuple[int, int]]:
+    if device.type != "cuda":
+        return MULTIPROCESSORS, CAPABILITY
+    has = torch.cuda.get_device_properties(device)
+    return has.multi_processor_count, (has.major, has.minor)
+
+
+@triton.jit
+def _attend(
+    q, keys, values, positions, sums, log_totals, scale,
+    q_row, q_head, key_row, key_head, key_column, value_row, value_head, value_column,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    SPLIT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """HEADS: of queries on one head of keys; GROUP: the same, padded. scale: times log₂e. Not SPLIT: `sums` is the
+    result, log_totals None."""
+    row = tl.program_id(0).to(tl.int64)  # int64: row·stride passes 2³¹
+    kv_head = tl.program_id(1).to(tl.int64)
+    head = tl.arange(0, GROUP)
+    d = tl.arange(0, PADDED)
+    used = (head < HEADS)[:, None] & (d < WIDTH)[None, :]
+    query = tl.load(
+        q + row * q_row + (kv_head * HEADS + head)[:, None] * q_head + d[None, :], mask=used, other=0.0
+    )  # [GROUP, PADDED]
+    end = tl.load(positions + row).to(tl.int32) + 1
+    first = 0
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(end, tl.num_programs(2)), GRAIN) * GRAIN
+        first = tl.program_id(2) * share
+        end = tl.minimum(first + share, end)
+
+    peak = tl.full([GROUP], -float("inf"), tl.float32)  # logarithms are to the base 2
+    totals = tl.zeros([GROUP, TILE], tl.float32)  # added up at the end: between warps that takes barriers
+    weighted = tl.zeros([GROUP, PADDED], tl.float32)
+    key = keys + row * key_row + kv_head * key_head
+    value = values + row * value_row + kv_head * value_head
+    for start in range(first, end, TILE):
+        scores = tl.dot(query, _cached(key, start, end, key_column, WIDTH, PADDED, TILE).T, input_precision="ieee")
+        seen = start + tl.arange(0, TILE) < end
+        scores = tl.where(seen[None, :], scores * scale, -float("inf"))  # [GROUP, TILE]
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        shrink = tl.exp2(peak - new_peak)
+        weight = tl.exp2(scores - new_peak[:, None])
+        totals = totals * shrink[:, None] + weight
+        some = _cached(value, start, end, value_column, WIDTH, PADDED, TILE)
+        weighted = tl.dot(weight.to(some.dtype), some, weighted * shrink[:, None], input_precision="ieee")
+        peak = new_peak
+
+    total = tl.sum(totals, 1)
+    heads = tl.num_programs(1) * HEADS
+    if SPLIT:
+        place = ((row * heads + kv_head * HEADS + head) * tl.num_programs(2)) + tl.program_id(2)
+        tl.store(log_totals + place, peak + tl.log2(total), mask=head < HEADS)  # -inf of an empty part
+        if first < end:
+            tl.store(sums + place[:, None] * WIDTH + d[None, :], weighted / total[:, None], mask=used)
+    else:
+        place = _nibble_place((kv_head * HEADS + head)[:, None] * WIDTH + d[None, :])
+        tl.store(sums + row * (heads * WIDTH) + place, weighted / total[:, None], mask=used)
+
+
+@triton.jit
+def _cached(x, start, end, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr):
+    """[TILE, PADDED]: columns `start`.. of one head in the cache, zero from `end` on."""
+    column = tl.arange(0, TILE)[:, None]
+    d = tl.arange(0, PADDED)[None, :]
+    place = x + tl.cast(start, tl.int64) * stride + column * stride + d
+    return tl.load(place, mask=(column < end - start) & (d < WIDTH), other=0.0)
+
+
+# The number of parts changes with length and rows; the kernel differs only by its power of two.
+@triton.jit(do_not_specialize=["parts"])
+def _combine(sums, log_totals, result, parts, WIDTH: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    heads = tl.num_programs(1)
+    part = tl.arange(0, PARTS)
+    d = tl.arange(0, PADDED)
+    place = (row * heads + head) * parts + part
+    log_total = tl.load(log_totals + place, mask=part < parts, other=-float("inf"))
+    # Loaded with the totals and not after them, though an empty part's were never written.
+    some = tl.load(
+        sums + place[:, None] * WIDTH + d[None, :], mask=(part < parts)[:, None] & (d < WIDTH)[None, :], other=0.0
+    )  # [PARTS, PADDED]
+    weight = tl.exp2(log_total - tl.max(log_total, 0))
+    mean = tl.sum(tl.where((weight > 0)[:, None], some * weight[:, None], 0.0), 0) / tl.sum(weight, 0)
+    tl.store(result + row * (heads * WIDTH) + _nibble_place(head * WIDTH + d), mean, mask=d < WIDTH)
+
+
+@triton.jit
+def _nibble_place(k):
+    return k // 64 * 64 + k % 4 * 16 + k % 64 // 4

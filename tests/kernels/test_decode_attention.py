@@ -1,0 +1,156 @@
+"""`decode_attention` against torch's attention in float64, a row at a time; its Triton kernels in both launches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from grpo_kit.kernels.decode_attention import decode_attention
+from tests.kernels.launching import launch, where_kernels_run
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# heads, kv_heads, D: groups of 1, 4, 7 and 16; D that fill a power of two and that don't.
+SHAPES = [(4, 4, 80), (8, 2, 64), (7, 1, 128), (2, 2, 96), (16, 1, 64), (4, 2, 256)]
+LENGTH = 150  # fills no tile
+POSITIONS = [0, 149, 31, 64]
+SCALE = 0.2
+
+
+def inputs(shape: tuple[int, int, int], dtype: torch.dtype, positions: list[int] = POSITIONS) -> list[Tensor]:
+    """[q, keys, values, positions]; a slot and columns more than needed, and NaN wherever nothing was written."""
+    heads, kv_heads, width = shape
+    g = torch.Generator().manual_seed(heads)
+    q = torch.randn(len(positions), heads, width, generator=g)
+    caches = 2 * torch.randn(2, len(positions) + 1, kv_heads, LENGTH + 8, width, generator=g)
+    for slot, position in enumerate(positions):
+        caches[:, slot, :, position + 1 :] = math.nan
+    caches[:, -1] = math.nan
+    return [q.to(dtype), *caches.to(dtype), torch.tensor(positions)]
+
+
+def reference(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    """[B, heads·D] in float64 and nibble order."""
+    rows = []
+    for b, position in enumerate(positions.tolist()):
+        k, v = (x[b, :, : position + 1].double() for x in (keys, values))
+        rows.append(scaled_dot_product_attention(q[b, :, None].double(), k, v, scale=SCALE, enable_gqa=True).flatten())
+    plain = torch.stack(rows)
+    ordered = torch.empty_like(plain)
+    for k in range(plain.shape[1]):
+        ordered[:, k - k % 64 + 16 * (k % 4) + k % 64 // 4] = plain[:, k]
+    return ordered
+
+
+def assert_accurate(got: Tensor, given: list[Tensor]) -> None:
+    """Rounded are the weights, whose errors the values multiply, and the result. Triton's interpreter cuts bfloat16
+    numbers off, so both errors may be a whole unit in the last place and not half of one."""
+    q, keys, values, positions = given
+    unit = max(torch.finfo(got.dtype).eps, 1e-5)
+    expected, size = reference(*given), reference(q, keys, values.abs(), positions)
+    assert got.dtype == q.dtype and got.shape == expected.shape
+    assert ((got.double() - expected).abs() <= unit * (expected.abs() + size)).all()
+
+
+def in_parts(given: list[Tensor], parts: int, group: int = 16) -> Any:
+    return launch("decode_attention_triton.attend_in_parts", *given, SCALE, parts, group)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_twin_equals_torch_in_float64(shape: tuple[int, int, int]) -> None:
+    given = inputs(shape, torch.float64)
+    torch.testing.assert_close(decode_attention(*given, SCALE, LENGTH), reference(*given))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_twin_rounds_once(dtype: torch.dtype) -> None:
+    given = inputs((8, 2, 64), dtype)
+    got = decode_attention(*given, SCALE, LENGTH)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), reference(*given), rtol=torch.finfo(dtype).eps / 2, atol=1e-5)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels_of_every_shape(shape: tuple[int, int, int], parts: int) -> None:
+    given = inputs(shape, torch.float16)
+    assert_accurate(in_parts(given, parts), given)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_kernels_of_every_dtype(parts: int, dtype: torch.dtype) -> None:
+    given = inputs((7, 1, 128), dtype)
+    assert_accurate(in_parts(given, parts), given)
+
+
+def test_more_parts_than_most_rows_can_fill() -> None:
+    given = inputs((8, 2, 64), torch.float32)
+    assert_accurate(in_parts(given, 9), given)
+
+
+def test_kernels_without_padding_to_tensor_cores() -> None:
+    given = inputs((6, 2, 64), torch.float16)
+    for parts in (1, 3):
+        assert_accurate(in_parts(given, parts, group=4), given)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    q, *caches = inputs((8, 2, 64), torch.float16)
+    given = [q * 1000, *caches]
+    for parts in (1, 3):
+        assert_accurate(in_parts(given, parts), given)
+
+
+def test_choice_of_kernels() -> None:
+    given = inputs((8, 2, 64), torch.float32)
+    assert_accurate(where_kernels_run(decode_attention, *given, SCALE, LENGTH), given)
+
+
+def test_kernels_take_any_strides() -> None:
+    """q a part of a wider row, keys with heads beside columns, values with slots inside columns, every second one."""
+    q, keys, values, positions = given = inputs((8, 2, 64), torch.float32)
+    q = torch.cat([torch.full_like(q, math.nan), q], -1)[..., 64:]
+    keys = keys.transpose(1, 2).contiguous().transpose(1, 2)
+    values = values.permute(2, 0, 1, 3).repeat_interleave(2, 0)[::2].permute(1, 2, 0, 3)
+    positions = positions.repeat_interleave(2)[::2]
+    for parts in (1, 3):
+        assert_accurate(in_parts([q, keys, values, positions], parts), given)
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "parts"),
+    [
+        (8, 768, 8),  # 64 × 8 programs on 132 multiprocessors, each over 96 columns
+        (1, 768, 12),  # no part is shorter than 64 columns
+        (64, 768, 1),
+        (256, 768, 1),
+        (256, 4096, 4),  # no part is longer than 1,024, so that a row longer than the others ends in time
+        (1, 65536, 64),
+        (1, 1, 1),
+    ],
+)
+def test_parts_fill_the_gpu(rows: int, length: int, parts: int) -> None:
+    assert launch("decode_attention_triton.parts_of_a_row", rows * 8, length, 132) == parts
+
+
+def test_refuses_what_it_cannot_do() -> None:
+    q, keys, values, positions = inputs((8, 2, 64), torch.float32)
+    with pytest.raises(ValueError, match="heads a multiple of kv_heads"):
+        decode_attention(q[:, :7], keys, values, positions, SCALE, LENGTH)
+    with pytest.raises(ValueError, match="S ≥ B"):
+        decode_attention(q, keys[:3], values[:3], positions, SCALE, LENGTH)
+    with pytest.raises(ValueError, match=r"length of 1\.\.L"):
+        decode_attention(q, keys, values, positions, SCALE, LENGTH + 9)
+    with pytest.raises(ValueError, match="one dtype"):
+        decode_attention(q, keys.half(), values.half(), positions, SCALE, LENGTH)
+    with pytest.raises(ValueError, match="last dimension is contiguous"):
+        decode_attention(q, keys.mT.contiguous().mT, values, positions, SCALE, LENGTH)
+    with pytest.raises(ValueError, match="at most 16"):
+        decode_attention(q.repeat(1, 3, 1), keys[:, :1], values[:, :1], positions, SCALE, LENGTH)
+    with pytest.raises(ValueError, match="multiple of 64"):
+        decode_attention(q[..., :36], keys[..., :36], values[..., :36], positions, SCALE, LENGTH)
