@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 
 from grpo_kit.rollout.engine import Completion, Sampling
@@ -100,8 +100,8 @@ class NativeEngine:
         at_once = 0 if session is None else session.cache.slots
         self.release()
         raise torch.OutOfMemoryError(
-            f"the GPU's memory did not suffice to sample {at_once} completions of up to {columns} tokens at a time; fewer "
-            f"generations, shorter completions or prompts need less ({failed})"
+            f"the GPU's memory did not suffice to sample {at_once} completions of up to {columns} tokens at a time; "
+            f"fewer generations, shorter completions or prompts need less ({failed})"
         )
 
     def _session(self, rows: int, columns: int) -> Session:
@@ -116,9 +116,9 @@ class NativeEngine:
         slots = slots_within(self.shape, columns, self._limit(), wanted)
         if slots == 0:
             raise ValueError(
-                f"the cache of one completion of up to {columns} tokens takes {self.shape.bytes_for(columns) / 1e6:.1f} "
-                f"MB, and sampling may take {max(self._limit(), 0) / 1e6:.1f} MB: lower the length of the completions or "
-                "of the prompts"
+                f"the cache of one completion of up to {columns} tokens takes "
+                f"{self.shape.bytes_for(columns) / 1e6:.1f} MB, and sampling may take "
+                f"{max(self._limit(), 0) / 1e6:.1f} MB: lower the length of the completions or of the prompts"
             )
         cache = SlotCache(self.shape, slots, columns)
         self._taken_bytes += cache.bytes
@@ -144,6 +144,6 @@ def weights_key(module: Any) -> Hashable:
     adapters = {
         (layer.disable_adapters, tuple(layer.active_adapters), layer.merged, tuple(layer.scaling.values()))
         for layer in module.modules()
-        if isinstance(layer, BaseTunerLayer)
+        if isinstance(layer, LoraLayer)
     }
     return frozenset(adapters), tuple(weight.data_ptr() for weight in module.parameters())

@@ -19,8 +19,8 @@ from grpo_kit.rollout.sampling import random_streams
 
 @dataclass(eq=False)
 class SlotRow(Row):
-    """prompt: the place of its prompt in the call, and its ids. slot: where it is while it grows. launched: tokens drawn,
-    those that the host has not seen yet included."""
+    """prompt: the place of its prompt in the call, and its ids. slot: where it is while it grows. launched: tokens
+    drawn, those that the host has not seen yet included."""
 
     prompt: int = 0
     prompt_ids: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A token step as a CUDA graph: captured the first time a key is asked for, replayed from then on. On a CPU it is called.
+"""A token step as a CUDA graph: captured the first time it is asked for, then replayed. On a CPU it is called.
 
 What is captured must keep its results in tensors that live outside the graph: the graphs share one memory pool, and
 each of them uses it anew.
@@ -39,7 +39,8 @@ class Graphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads (the notebook's own cells) may use the GPU meanwhile: only this one is held to what can be captured.
+        # Other threads (the notebook's own cells) may use the GPU meanwhile: only this one is held to what can be
+        # captured.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             step()
         return graph

@@ -16,8 +16,8 @@ from grpo_kit.rollout.native.cache import SlotCache
 
 
 class ModuleStep:
-    """logits [B, V] = step(token_ids [B], positions [B], length): token b is written at column positions[b] of slot b and
-    sees columns 0..positions[b], all of them below `length`."""
+    """logits [B, V] = step(token_ids [B], positions [B], length): token b is written at column positions[b] of slot b
+    and sees columns 0..positions[b], all of them below `length`."""
 
     def __init__(self, module: Any, cache: SlotCache):
         self.module, self.shape = module, cache.shape
@@ -69,6 +69,8 @@ class _Slots(CacheLayerMixin):
     """One layer of a `SlotCache` as transformers' attention sees it."""
 
     is_sliding = False  # old columns are kept; the mask hides them
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, keys: Tensor, values: Tensor, rows: Tensor):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Prompts through the module, each once, in chunks of bounded size: their keys and values, and the next token's logits."""
+"""Prompts through the module, each once, in chunks of bounded size: keys and values, and the next token's logits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def chunks(lengths: list[int]) -> Iterator[range]:
 def prefill(module: Any, prompts: list[list[int]]) -> list[Prefilled]:
     """Run one chunk of prompts. The cache keeps every column, also those that a sliding window no longer sees."""
     ids, mask = left_padded(prompts, next(module.parameters()).device)
-    cache = DynamicCache()
+    cache: Any = DynamicCache()
     logits = last_logits(module, ids, mask, cache)
     return [
         Prefilled(

@@ -46,8 +46,8 @@ def choose(
 ) -> tuple[Tensor, Tensor]:
     """Tokens [B] int64 and their logprobs [B] float32 under softmax(logits / temperature).
 
-    logits [B, V]; uniform [B] float64 in [0, 1); temperature: a scalar tensor (1 for greedy); context [B, S]: the ids so
-    far, needed for a repetition penalty.
+    logits [B, V]; uniform [B] float64 in [0, 1); temperature: a scalar tensor (1 for greedy); context [B, S]: the ids
+    so far, needed for a repetition penalty.
     """
     scaled = logits.float() / temperature
     chain = warpers(

@@ -1,4 +1,4 @@
-"""Which completion is in which slot: refilling free slots, and moving to a smaller bucket at the end. No tensors here."""
+"""Which completion is in which slot: refilling free slots, and going over to a smaller bucket. No tensors here."""
 
 from __future__ import annotations
 

@@ -65,7 +65,9 @@ def _obstacle(module: Any) -> str | None:
     if getattr(config, "attention_chunk_size", None):
         return f"{kind} attends in chunks"
     if config._attn_implementation not in ("sdpa", "eager"):
-        return f"its attention is {config._attn_implementation}, which takes no mask of ours; load it with sdpa or eager"
+        return (
+            f"its attention is {config._attn_implementation}, which takes no mask of ours; load it with sdpa or eager"
+        )
     by_length = sorted(_rope_types(config) & set(ROTARY_BY_LENGTH))
     if by_length:
         return f"its rotary embedding ({by_length[0]}) changes with the longest sequence in the batch"
