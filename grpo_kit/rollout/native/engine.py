@@ -105,12 +105,15 @@ class NativeEngine:
         )
 
     def _session(self, rows: int, columns: int) -> Session:
-        """One that fits from among the idle ones, or a new one."""
+        """One that fits from among the idle ones, or a new one. Idle ones that it makes superfluous go."""
         key, wanted = weights_key(self.module), bucket_for(rows)
-        for session in self._idle:
-            if session.key == key and session.cache.slots >= wanted and session.cache.columns >= columns:
+        for session in [idle for idle in self._idle if idle.key == key]:
+            if session.cache.slots >= wanted and session.cache.columns >= columns:
                 self._idle.remove(session)
                 return session
+            if session.cache.slots <= wanted and session.cache.columns <= columns:
+                self._idle.remove(session)
+                self._close(session)
         if slots_within(self.shape, columns, self._limit(), wanted) < wanted:
             self.release()
         slots = slots_within(self.shape, columns, self._limit(), wanted)
