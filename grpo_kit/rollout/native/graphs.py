@@ -39,10 +39,18 @@ class Graphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads (the notebook's own cells) may use the GPU meanwhile: only this one is held to what can be
-        # captured.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            step()
+        try:
+            # Thread-local: other threads (the notebook's own cells) may use the GPU meanwhile. The outer block brings
+            # the stream back, which a capture that fails leaves as it is.
+            with (
+                torch.cuda.stream(current),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
+                step()
+        except RuntimeError as error:
+            if isinstance(error.__context__, torch.OutOfMemoryError):  # hidden by the end of the capture it spoiled
+                raise error.__context__ from None
+            raise
         return graph
 
     def close(self) -> None:
