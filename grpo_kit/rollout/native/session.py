@@ -72,10 +72,11 @@ class Session:
         logits [k, V] after the prompts; uniform [k, max_tokens] on the host."""
         rows = self._to_device(torch.tensor(slots))
         longest = max(map(len, prompts))
-        history = torch.tensor([prompt + [prompt[0]] * (longest - len(prompt)) for prompt in prompts])
-        self.history[rows, :longest] = context = self._to_device(history)
-        self.uniform[rows, : uniform.shape[1]] = uniform = self._to_device(uniform)
-        tokens, logprobs = choose(logits, uniform[:, 0], self.temperature, self.cuts, context)
+        padded = [prompt + [prompt[0]] * (longest - len(prompt)) for prompt in prompts]
+        context, numbers = self._to_device(torch.tensor(padded)), self._to_device(uniform)
+        self.history[rows, :longest] = context
+        self.uniform[rows, : numbers.shape[1]] = numbers
+        tokens, logprobs = choose(logits, numbers[:, 0], self.temperature, self.cuts, context)
         done = self._is_eos(tokens) | (self.max_tokens == 1)
         self.tokens[rows] = tokens.masked_fill(done, 0)
         self.positions[rows] = self._to_device(torch.tensor([len(prompt) for prompt in prompts])).masked_fill(done, 0)
