@@ -13,7 +13,7 @@ from grpo_kit.model.lora import add_lora
 from grpo_kit.model.model import LoadOptions, Model
 from grpo_kit.model.precision import Precision, choose_precision
 from grpo_kit.model.sources import find_source
-from grpo_kit.rollout import TransformersEngine, choose_engine
+from grpo_kit.rollout import NativeEngine, TransformersEngine, check_engine, choose_engine, why_not
 
 _loaded: Model | None = None
 
@@ -80,7 +80,7 @@ def load_model(
 
 def _check(options: LoadOptions) -> None:
     choose_precision(options.dtype)
-    choose_engine(options.engine, options.fast_inference)
+    check_engine(options.engine)
     for name in ("max_seq_length", "lora_rank", "lora_alpha"):
         value = getattr(options, name)
         if not isinstance(value, int) or value < 1:
@@ -128,13 +128,19 @@ def _build(options: LoadOptions, path: str, found: str, config: Any) -> Model:
                 "activations are recomputed in backward: less memory, about a third more time",
             )
         )
-    name, reason = choose_engine(options.engine, options.fast_inference)
+    name, reason = choose_engine(
+        options.engine,
+        options.fast_inference,
+        on_gpu=precision.device.type == "cuda",
+        why_not_native=lambda: why_not(adapted),
+    )
     notes.append(("engine", name, reason))
     adapter = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
     notes.append(
         ("adapter", f"LoRA rank {options.lora_rank}, {adapter / 1e6:.1f} M weights in float32", "all linear layers")
     )
-    engine = TransformersEngine(adapted, eos_ids=chat.eos_ids, decode=chat.decode)
+    kind = NativeEngine if name == "native" else TransformersEngine
+    engine = kind(adapted, eos_ids=chat.eos_ids, decode=chat.decode)
     return Model(adapted, chat, engine, precision, options, notes)
 
 

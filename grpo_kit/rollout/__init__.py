@@ -1,8 +1,19 @@
 """Engines that sample completions: one contract, several engines. They are handed torch modules and know no
 `model/`."""
 
-from grpo_kit.rollout.choose import choose_engine
+from grpo_kit.rollout.choose import check_engine, choose_engine
 from grpo_kit.rollout.engine import Completion, Engine, Sampling, stream_seed
+from grpo_kit.rollout.native import NativeEngine, why_not
 from grpo_kit.rollout.transformers_engine import TransformersEngine
 
-__all__ = ["Completion", "Engine", "Sampling", "TransformersEngine", "choose_engine", "stream_seed"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "NativeEngine",
+    "Sampling",
+    "TransformersEngine",
+    "check_engine",
+    "choose_engine",
+    "stream_seed",
+    "why_not",
+]

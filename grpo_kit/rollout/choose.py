@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
-ENGINES = ("auto", "transformers")
+from collections.abc import Callable
+
+ENGINES = ("auto", "native", "transformers")
 
 
-def choose_engine(requested: str, fast_inference: bool) -> tuple[str, str]:
-    """Return `(name, reason)`. Raises ValueError for an engine there is not."""
+def check_engine(requested: str) -> None:
+    """Raises ValueError for an engine there is not."""
     if requested not in ENGINES:
         raise ValueError(f"unknown engine {requested!r}; there are {', '.join(ENGINES)}")
+
+
+def choose_engine(
+    requested: str, fast_inference: bool, *, on_gpu: bool, why_not_native: Callable[[], str | None]
+) -> tuple[str, str]:
+    """Return `(name, reason)`. `why_not_native()` says why the native engine can't run the model, None if it can; it
+    may take a moment and is asked only where that matters.
+
+    Raises ValueError for an engine there is not, or that can't run the model.
+    """
+    check_engine(requested)
     if requested == "transformers":
         return "transformers", "asked for"
-    if fast_inference:
-        return "transformers", "fast_inference was asked for, but no faster engine is built yet: sampling takes longer"
-    return "transformers", "works on every device"
+    if requested == "auto" and not on_gpu:
+        wanted = "fast_inference was asked for, but " if fast_inference else ""
+        return "transformers", f"{wanted}what makes native faster is a GPU's; without one the plain engine does as well"
+    obstacle = why_not_native()
+    if requested == "native":
+        if obstacle:
+            raise ValueError(f"engine='native' can't sample with this model: {obstacle}; engine='transformers' can")
+        return "native", "asked for"
+    if obstacle:
+        return "transformers", f"native can't: {obstacle}"
+    return "native", "a GPU, and a model whose token step can be one CUDA graph"

@@ -237,6 +237,13 @@ def test_what_was_derived_is_in_the_notes(tiny_checkpoint: Tiny) -> None:
         assert what in repr(model)
 
 
+def test_the_engine_that_was_asked_for_answers(tiny_checkpoint: Tiny) -> None:
+    model = load_model(str(tiny_checkpoint()), load_in_4bit=False, max_seq_length=64, lora_rank=4, engine="native")
+    assert model.engine.name == "native" and ("engine", "native", "asked for") in model.notes
+    assert isinstance(model.generate("a", max_tokens=3), str)
+    assert isinstance(model.generate("a", max_tokens=3, adapter=False), str)
+
+
 def test_bfloat16_on_request_has_a_float32_adapter(tiny_checkpoint: Tiny) -> None:
     model = load_model(
         str(tiny_checkpoint()), load_in_4bit=False, max_seq_length=96, lora_rank=4, dtype="bfloat16", lora_alpha=8

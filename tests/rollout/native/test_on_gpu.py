@@ -1,0 +1,97 @@
+"""What only a GPU can show: graphs, the host a step behind, other threads, memory. Skipped without one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_kit.model.lora import add_lora
+from grpo_kit.rollout import Completion, NativeEngine, Sampling, TransformersEngine
+from tests.rollout.native.conftest import tiny
+from tests.tiny import ARCHITECTURES
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ENDS = tuple(range(0, 250, 12))
+PROMPTS = [[5, 60, 200], list(range(30, 51)), [7], [9, 9, 120, 4, 4, 70]]
+
+
+def both(module: Any, slots: int | None = None) -> tuple[NativeEngine, TransformersEngine]:
+    native = NativeEngine(module, eos_ids=ENDS, decode=str)
+    if slots is not None:
+        native.cache_bytes = native.shape.bytes_for(slots * 64)
+    return native, TransformersEngine(module, eos_ids=ENDS, decode=str)
+
+
+def tokens_of(groups: list[list[Completion]]) -> list[list[int]]:
+    return [completion.token_ids for group in groups for completion in group]
+
+
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "gemma2"])
+@pytest.mark.parametrize("slots", [None, 4])
+def test_graphs_draw_what_the_plain_engine_draws(architecture: str, slots: int | None) -> None:
+    native, plain = both(tiny(architecture, torch.float64).cuda(), slots)
+    for options in ({}, {"top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2}, {"temperature": 0.0}, {}):
+        sampling = Sampling(max_tokens=30, seed=3, **options)
+        assert tokens_of(native.generate(PROMPTS, sampling, n=5)) == tokens_of(plain.generate(PROMPTS, sampling, n=5))
+    assert len(native._idle) == 1
+
+
+def test_the_adapter_is_that_of_the_moment_also_in_a_graph() -> None:
+    module = add_lora(tiny("llama", torch.float64).cuda(), rank=4, alpha=8, seed=0)
+    native, plain = both(module)
+    sampling = Sampling(max_tokens=12, seed=1)
+    fresh = tokens_of(native.generate(PROMPTS, sampling))
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if "lora_B" in name:
+                weight.normal_()
+    learned = tokens_of(native.generate(PROMPTS, sampling))
+    assert learned == tokens_of(plain.generate(PROMPTS, sampling)) != fresh
+    with module.disable_adapter():
+        assert tokens_of(native.generate(PROMPTS, sampling)) == fresh
+    assert tokens_of(native.generate(PROMPTS, sampling)) == learned
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bits(dtype: torch.dtype) -> None:
+    native, _ = both(tiny("qwen3", dtype).cuda())
+    sampling = Sampling(max_tokens=40, seed=1)
+    first = native.generate(PROMPTS, sampling, n=8)
+    assert native.generate(PROMPTS, sampling, n=8) == first
+
+
+def test_questions_and_other_threads_while_graphs_are_captured() -> None:
+    native, plain = both(tiny("llama", torch.float64).cuda())
+    outer, inner = Sampling(max_tokens=20, seed=1), Sampling(max_tokens=9, seed=2)
+    expected = [tokens_of(plain.generate(PROMPTS, outer, n=3)), tokens_of(plain.generate([[8, 9]], inner))]
+    done = threading.Event()
+
+    def notebook() -> None:
+        while not done.is_set():
+            torch.rand(1000, device="cuda").sum().item()
+
+    thread = threading.Thread(target=notebook)
+    thread.start()
+    try:
+        answers: list[list[list[int]]] = []
+        ask: Callable[[], None] = lambda: answers.append(tokens_of(native.generate([[8, 9]], inner)))  # noqa: E731
+        found = tokens_of(native.generate(PROMPTS, outer, n=3, between_tokens=ask))
+    finally:
+        done.set()
+        thread.join()
+    assert found == expected[0] and answers and all(answer == expected[1] for answer in answers)
+
+
+def test_release_gives_the_memory_back() -> None:
+    native, _ = both(tiny("llama", torch.float16).cuda())
+    native.generate(PROMPTS, Sampling(max_tokens=4))
+    native.release()
+    before = torch.cuda.memory_reserved()
+    native.generate([[i % 200 for i in range(300)]] * 4, Sampling(max_tokens=200, seed=1), n=8)
+    assert torch.cuda.memory_reserved() > before
+    native.release()
+    assert torch.cuda.memory_reserved() <= before
