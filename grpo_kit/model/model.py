@@ -26,7 +26,7 @@ from grpo_kit.model.memory_plan import MemoryPlan, memory_plan
 from grpo_kit.model.precision import Precision
 from grpo_kit.model.trunk import Trunk
 from grpo_kit.model.value_head import ValueHead
-from grpo_kit.rollout import Completion, Engine, Sampling
+from grpo_kit.rollout import Completion, Engine, Sampling, make_engine
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,18 @@ class Model:
         return "\n".join([f"Model {self.options.name_or_path}", *lines])
 
     # ---- the training loop's side; the caller holds the lock ----
+
+    def use_engine(self, name: str, reason: str) -> None:
+        """Sample with engine `name` from now on; `reason` goes into the notes. Nothing where it does so already.
+
+        Raises ValueError for an engine there is not.
+        """
+        if self.engine.name == name:
+            return
+        engine = make_engine(name, self.module, eos_ids=self.chat.eos_ids, decode=self.chat.decode)
+        self.engine.release()
+        self.engine = engine
+        self.notes.append(("engine now", name, reason))
 
     @property
     def module(self) -> PeftModel:

@@ -1,8 +1,8 @@
 """Engines that sample completions: one contract, several engines. They are handed torch modules and know no
 `model/`."""
 
-from grpo_kit.rollout.choose import choose_engine
+from grpo_kit.rollout.choose import choose_engine, make_engine
 from grpo_kit.rollout.engine import Completion, Engine, Sampling, stream_seed
 from grpo_kit.rollout.transformers_engine import TransformersEngine
 
-__all__ = ["Completion", "Engine", "Sampling", "TransformersEngine", "choose_engine", "stream_seed"]
+__all__ = ["Completion", "Engine", "Sampling", "TransformersEngine", "choose_engine", "make_engine", "stream_seed"]

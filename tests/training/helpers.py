@@ -93,9 +93,12 @@ class WatchedEngine:
 
 class DrawnEngine:
     """Answers of 5 to 8 tokens that depend on the seed and the prompt alone, not on what the model has learned; their
-    text is those ids, their logprobs are drawn too. `before(asked)`, from 1, is called at each rollout."""
+    text is those ids, their logprobs are drawn too. `before(asked)`, from 1, is called at each rollout.
 
-    name = "drawn"
+    It goes by the name of the engine that no run falls back from, for its logprobs are never the model's.
+    """
+
+    name = "transformers"
 
     def __init__(self) -> None:
         self.before: Callable[[int], None] = lambda asked: None
