@@ -2,7 +2,16 @@
 `model/`."""
 
 from grpo_kit.rollout.choose import choose_engine, make_engine
-from grpo_kit.rollout.engine import Completion, Engine, Sampling, stream_seed
+from grpo_kit.rollout.engine import Completion, Engine, OnTokens, Sampling, stream_seed
 from grpo_kit.rollout.transformers_engine import TransformersEngine
 
-__all__ = ["Completion", "Engine", "Sampling", "TransformersEngine", "choose_engine", "make_engine", "stream_seed"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "OnTokens",
+    "Sampling",
+    "TransformersEngine",
+    "choose_engine",
+    "make_engine",
+    "stream_seed",
+]

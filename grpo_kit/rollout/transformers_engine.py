@@ -14,7 +14,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from grpo_kit.rollout.engine import Completion, Sampling
+from grpo_kit.rollout.engine import Completion, OnTokens, Sampling
 from grpo_kit.rollout.sampling import next_tokens, random_streams, warpers
 
 STOP_TAIL_TOKENS = 16
@@ -61,6 +61,7 @@ class TransformersEngine:
         sampling: Sampling,
         n: int = 1,
         between_tokens: Callable[[], None] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[list[Completion]]:
         if not prompt_ids or not all(prompt_ids):
             raise ValueError("generate needs at least one prompt, and every prompt at least one token")
@@ -75,6 +76,8 @@ class TransformersEngine:
         for step in range(sampling.max_tokens):
             tokens, logprobs = next_tokens(logits, sampling, cuts, ids, uniform[[row.index for row in active], step])
             self._append(active, tokens, logprobs, sampling)
+            if on_tokens is not None:
+                on_tokens([row.token_ids for row in rows])
             keep = [i for i, row in enumerate(active) if not row.finish_reason]
             if not keep:
                 break

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from grpo_kit.model import Model
-from grpo_kit.rollout import Completion, Engine, Sampling
+from grpo_kit.rollout import Completion, Engine, OnTokens, Sampling
 from grpo_kit.training import Run
 from grpo_kit.training.batch import Sequence
 
@@ -67,9 +67,10 @@ class WatchedEngine:
         sampling: Sampling,
         n: int = 1,
         between_tokens: Callable[[], None] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[list[Completion]]:
         if between_tokens is None:  # a question, not a rollout
-            return self.engine.generate(prompt_ids, sampling, n)
+            return self.engine.generate(prompt_ids, sampling, n, None, on_tokens)
         self.step += 1
         token = 0
 
@@ -79,7 +80,7 @@ class WatchedEngine:
             self.on_token(self.step, token)
             between_tokens()
 
-        return self.engine.generate(prompt_ids, sampling, n, watched)
+        return self.engine.generate(prompt_ids, sampling, n, watched, on_tokens)
 
     def adapter_changed(self) -> None:
         self.engine.adapter_changed()
@@ -110,6 +111,7 @@ class DrawnEngine:
         sampling: Sampling,
         n: int = 1,
         between_tokens: Callable[[], None] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[list[Completion]]:
         self.asked += 1
         self.before(self.asked)

@@ -30,7 +30,7 @@ class SumsEngine:
         self.decode, self.before = decode, lambda kind: None
         self.seeds = {"greedy": [], "sampled": [], "step": []}
 
-    def generate(self, prompt_ids, sampling, n=1, between_tokens=None):
+    def generate(self, prompt_ids, sampling, n=1, between_tokens=None, on_tokens=None):
         questions = [self.decode(ids) for ids in prompt_ids]
         kind = "greedy" if sampling.temperature == 0 else "sampled" if "10" in questions[0] else "step"
         self.seeds[kind].append(sampling.seed)

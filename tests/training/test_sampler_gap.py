@@ -28,9 +28,9 @@ class FaultyEngine:
         self.old = adapter(model) if stale else None
         self.step, self.released = 0, 0
 
-    def generate(self, prompt_ids, sampling, n=1, between_tokens=None):
+    def generate(self, prompt_ids, sampling, n=1, between_tokens=None, on_tokens=None):
         if between_tokens is None:  # a question, not a rollout
-            return self.engine.generate(prompt_ids, sampling, n)
+            return self.engine.generate(prompt_ids, sampling, n, None, on_tokens)
         self.step += 1
         now = adapter(self.model)
         if self.old is not None:
