@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -94,14 +95,13 @@ class WatchedEngine:
 
 class DrawnEngine:
     """Answers of 5 to 8 tokens that depend on the seed and the prompt alone, not on what the model has learned; their
-    text is those ids, their logprobs are drawn too. `before(asked)`, from 1, is called at each rollout.
+    text is those ids. Their logprobs are drawn too with `tells`, and else not told: a run gives up a sampler whose
+    logprobs are not the model's. `before(asked)`, from 1, is called at each rollout."""
 
-    It goes by the name of the engine that no run falls back from, for its logprobs are never the model's.
-    """
+    name = "drawn"
 
-    name = "transformers"
-
-    def __init__(self) -> None:
+    def __init__(self, tells: bool = False) -> None:
+        self.tells = tells
         self.before: Callable[[int], None] = lambda asked: None
         self.asked = 0
 
@@ -123,7 +123,8 @@ class DrawnEngine:
         rng = random.Random(f"{sampling.seed} {prompt} {number}")
         ids = [rng.randrange(256) for _ in range(rng.randint(5, 8))]
         reason = "length" if len(ids) == 8 else "eos"
-        return Completion(ids, [-rng.uniform(1, 5) for _ in ids], reason, " ".join(map(str, ids)))
+        logprobs = [-rng.uniform(1, 5) if self.tells else math.nan for _ in ids]
+        return Completion(ids, logprobs, reason, " ".join(map(str, ids)))
 
     def adapter_changed(self) -> None:
         pass
