@@ -26,6 +26,7 @@ class Feed:
         self.completions: list[Row] = []
         self.warnings: list[dict[str, str]] = []
         self.skipped = ""
+        self.sampler = ""
         self.epoch = 0  # counts how often steps already read were rewritten, as resuming in place does
         self._changed = True
         self._seen: tuple[int, str] | None = None
@@ -60,6 +61,7 @@ class Feed:
             self.completions = self.run.record.completions()
         self.warnings = warnings.find(self.rows, self.completions, self.events)
         self.skipped = warnings.skipped_updates(self.rows)
+        self.sampler = warnings.sampler_gap(self.rows)
 
     def _read_steps(self) -> None:
         if not self.rows:
@@ -108,6 +110,7 @@ class Feed:
             "split": {part: _mean(recent, f"seconds_{part}") for part in ("rollout", "reward", "update")},
             "knobs": run.knobs(),
             "skipped": self.skipped,
+            "sampler": self.sampler,
             "warnings": self.warnings,
             "error": run.error,
         }

@@ -13,7 +13,7 @@ from typing import Any
 from .curves import Card, cards, held_out_cards, marks, record_of
 from .heldout import canary
 from .svg import Line, chart
-from .warnings import find, reward_names, skipped_updates
+from .warnings import find, reward_names, sampler_gap, skipped_updates
 from .words import clock, number, percent
 
 Row = dict[str, Any]
@@ -76,9 +76,9 @@ def _header(record_or_run: Any, rows: list[Row]) -> str:
     name = getattr(record_or_run, "name", None)
     if name:
         facts.append(f'<span class="soft">{escape(name)}</span>')
-    skipped = skipped_updates(rows)
-    if skipped:
-        facts.append(f'<span class="soft">{escape(skipped)}</span>')
+    facts += [
+        f'<span class="soft">{escape(said)}</span>' for said in (skipped_updates(rows), sampler_gap(rows)) if said
+    ]
     return f'<div class="head">{"".join(facts)}</div>'
 
 

@@ -72,6 +72,17 @@ def skipped_updates(rows: list[Row]) -> str:
     return f"{were}: float16 overflowed, loss scale now {scale:,.0f}; {usual}"
 
 
+def sampler_gap(rows: list[Row]) -> str:
+    """How far the model that wrote the newest step's answers was from the one that learned from them, in words; ""
+    where nothing is known of it."""
+    newest = rows[-1] if rows else {}
+    if newest.get("sampler_gap") is None:
+        return ""
+    return f"sampler and trainer differ by {number(newest['sampler_gap'])} nats a token" + (
+        "" if newest.get("sampler_gap_max") is None else f", {number(newest['sampler_gap_max'])} at most"
+    )
+
+
 def reward_names(rows: list[Row]) -> list[str]:
     """Names of the reward functions in the newest row, in the order they were recorded."""
     return [key.removeprefix("rewards/") for key in (rows[-1] if rows else {}) if _is_reward(key)]

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from grpo_kit.kernels.decode_parts import BLOCK, nibble_order
 from grpo_kit.kernels.triton_ready import use_triton
 
 LARGEST_GROUP = 16  # heads of queries on one head of keys: the rows of one product on the tensor cores
-BLOCK = 64  # of the nibble order
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, length: int) -> Tensor:
@@ -44,11 +44,6 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: fl
     # A weight of 0 would not silence what a column never written to may hold: 0·NaN is NaN.
     values = values.masked_fill(~seen.transpose(-1, -2), 0)
     return nibble_order((scores.softmax(-1) @ values).to(q.dtype).flatten(1))
-
-
-def nibble_order(x: Tensor) -> Tensor:
-    """`x` with element k of each 64 along the last dimension at place 16·(k % 4) + k // 4."""
-    return x.unflatten(-1, (-1, BLOCK // 4, 4)).transpose(-1, -2).flatten(-3)
 
 
 def _check(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, length: int) -> None:

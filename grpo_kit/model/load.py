@@ -13,7 +13,7 @@ from grpo_kit.model.lora import add_lora
 from grpo_kit.model.model import LoadOptions, Model
 from grpo_kit.model.precision import Precision, choose_precision
 from grpo_kit.model.sources import find_source
-from grpo_kit.rollout import NativeEngine, TransformersEngine, check_engine, choose_engine, why_not
+from grpo_kit.rollout import check_engine, choose_engine, make_engine, why_not
 
 _loaded: Model | None = None
 
@@ -139,8 +139,7 @@ def _build(options: LoadOptions, path: str, found: str, config: Any) -> Model:
     notes.append(
         ("adapter", f"LoRA rank {options.lora_rank}, {adapter / 1e6:.1f} M weights in float32", "all linear layers")
     )
-    kind = NativeEngine if name == "native" else TransformersEngine
-    engine = kind(adapted, eos_ids=chat.eos_ids, decode=chat.decode)
+    engine = make_engine(name, adapted, eos_ids=chat.eos_ids, decode=chat.decode)
     return Model(adapted, chat, engine, precision, options, notes)
 
 

@@ -23,7 +23,7 @@ class ModelLock:
 
     def __enter__(self) -> None:
         with self._condition:
-            if self._owner != threading.get_ident():
+            if not self.held:
                 self._take(depth=0)
             self._depth += 1
 
@@ -32,6 +32,11 @@ class ModelLock:
             self._depth -= 1
             if self._depth == 0:
                 self._give_up()
+
+    @property
+    def held(self) -> bool:
+        """Whether the thread that asks holds it."""
+        return self._owner == threading.get_ident()
 
     @property
     def wanted(self) -> bool:

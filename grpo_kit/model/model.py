@@ -24,9 +24,10 @@ from grpo_kit.model.lock import ModelLock
 from grpo_kit.model.lora import lora_parameters, reset_lora, save_lora
 from grpo_kit.model.memory_plan import MemoryPlan, memory_plan
 from grpo_kit.model.precision import Precision
+from grpo_kit.model.stream import stream_text
 from grpo_kit.model.trunk import Trunk
 from grpo_kit.model.value_head import ValueHead
-from grpo_kit.rollout import Completion, Engine, Sampling
+from grpo_kit.rollout import Completion, Engine, OnTokens, Sampling, make_engine
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Model:
         adapter: bool = True,
         temperature: float = 1.0,
         seed: int | None = None,
+        stream: bool = False,
         **sampling: Any,
     ) -> Any:
         """Answer with the current adapter, or with `adapter=False` as the untrained model would.
@@ -101,6 +103,10 @@ class Model:
         every call draws anew. An answer ends where prompt and answer reach `max_seq_length`, which may be before
         `max_tokens`. Further options are those of `Sampling` (top_p, top_k, min_p, repetition_penalty, stop).
 
+        stream=True, for one prompt and n = 1: returns an iterator over the answer's text in pieces, as it is written.
+        Sampling begins at the first piece and ends when the iterator is closed, or dropped; a reader that is slow holds
+        up nobody.
+
         May be called while a run trains: the run makes room for it. Raises ValueError for prompts that leave no room.
         """
         single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], dict))
@@ -109,6 +115,12 @@ class Model:
             self._questions += 1
             seed = self._questions
         options = Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, **sampling)
+        if stream:
+            if not single or n != 1:
+                raise ValueError("stream=True writes one answer: give a single prompt, not a list of them, and n=1")
+            prompt = self.chat.encode(batch[0])
+            self._fitting([prompt], options)  # what can't be answered is said at once, not at the first piece
+            return self._stream(prompt, options, adapter)
         answers = self.complete([self.chat.encode(prompt) for prompt in batch], options, n, adapter=adapter)
         texts = [[completion.text for completion in group] if n > 1 else group[0].text for group in answers]
         return texts[0] if single else texts
@@ -121,19 +133,35 @@ class Model:
         *,
         adapter: bool = True,
         between_tokens: Callable[[], None] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[list[Completion]]:
         """`generate` for those who speak token ids: n completions of each prompt, cut so that they fit the model's
-        length."""
+        length. between_tokens, on_tokens: see `Engine.generate`."""
+        fitting = self._fitting(prompt_ids, sampling)
+        with self.lock, self.adapter_set(adapter):
+            return self.engine.generate(prompt_ids, fitting, n, between_tokens, on_tokens)
+
+    def _stream(self, prompt: list[int], sampling: Sampling, adapter: bool) -> Iterator[str]:
+        if self.lock.held:
+            raise RuntimeError(
+                "this thread holds the model's lock, for which a stream's sampling would wait in vain: ask without "
+                "stream=True, or outside of `with model.lock`"
+            )
+
+        def sample(on_tokens: OnTokens) -> Completion:
+            return self.complete([prompt], sampling, adapter=adapter, on_tokens=on_tokens)[0][0]
+
+        yield from stream_text(sample, self.chat.decode)
+
+    def _fitting(self, prompt_ids: list[list[int]], sampling: Sampling) -> Sampling:
+        """Cut so that prompts and completions fit the model's length."""
         room = self.max_seq_length - max(map(len, prompt_ids), default=0)
         if room < 1:
             raise ValueError(
                 f"the longest prompt has {self.max_seq_length - room} tokens, the model was loaded for "
                 f"{self.max_seq_length}: shorten the prompt or load with a larger max_seq_length"
             )
-        with self.lock, self.adapter_set(adapter):
-            return self.engine.generate(
-                prompt_ids, replace(sampling, max_tokens=min(sampling.max_tokens, room)), n, between_tokens
-            )
+        return replace(sampling, max_tokens=min(sampling.max_tokens, room))
 
     def memory_plan(self, gpu: str | float | None = None, **options: Any) -> MemoryPlan:
         """Where the GPU's memory will go in training. gpu: the one at hand unless named; options: those of `train` that
@@ -193,6 +221,18 @@ class Model:
         return "\n".join([f"Model {self.options.name_or_path}", *lines])
 
     # ---- the training loop's side; the caller holds the lock ----
+
+    def use_engine(self, name: str, reason: str) -> None:
+        """Sample with engine `name` from now on; `reason` goes into the notes. Nothing where it does so already.
+
+        Raises ValueError for an engine there is not.
+        """
+        if self.engine.name == name:
+            return
+        engine = make_engine(name, self.module, eos_ids=self.chat.eos_ids, decode=self.chat.decode)
+        self.engine.release()
+        self.engine = engine
+        self.notes.append(("engine now", name, reason))
 
     @property
     def module(self) -> PeftModel:

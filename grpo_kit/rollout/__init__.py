@@ -1,8 +1,8 @@
 """Engines that sample completions: one contract, several engines. They are handed torch modules and know no
 `model/`."""
 
-from grpo_kit.rollout.choose import check_engine, choose_engine
-from grpo_kit.rollout.engine import Completion, Engine, Sampling, stream_seed
+from grpo_kit.rollout.choose import check_engine, choose_engine, make_engine
+from grpo_kit.rollout.engine import Completion, Engine, OnTokens, Sampling, stream_seed
 from grpo_kit.rollout.native import NativeEngine, why_not
 from grpo_kit.rollout.transformers_engine import TransformersEngine
 
@@ -10,10 +10,12 @@ __all__ = [
     "Completion",
     "Engine",
     "NativeEngine",
+    "OnTokens",
     "Sampling",
     "TransformersEngine",
     "check_engine",
     "choose_engine",
+    "make_engine",
     "stream_seed",
     "why_not",
 ]

@@ -1,8 +1,15 @@
-"""Which engine samples, and why, in one line."""
+"""Which engine samples, and why, in one line; and the engine of that name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from grpo_kit.rollout.engine import Engine
+from grpo_kit.rollout.native import NativeEngine
+from grpo_kit.rollout.transformers_engine import TransformersEngine
 
 ENGINES = ("auto", "native", "transformers")
 
@@ -35,3 +42,19 @@ def choose_engine(
     if obstacle:
         return "transformers", f"native can't: {obstacle}"
     return "native", "a GPU, and a model whose token step can be one CUDA graph"
+
+
+def make_engine(
+    name: str,
+    module: PreTrainedModel | PeftModel,
+    *,
+    eos_ids: Collection[int],
+    decode: Callable[[list[int]], str],
+) -> Engine:
+    """The engine that `choose_engine` named. Raises ValueError for one there is not."""
+    kinds: dict[str, type[NativeEngine] | type[TransformersEngine]] = {
+        kind.name: kind for kind in (NativeEngine, TransformersEngine)
+    }
+    if name not in kinds:
+        raise ValueError(f"there is no engine {name!r} to be made; there are {', '.join(kinds)}")
+    return kinds[name](module, eos_ids=eos_ids, decode=decode)

@@ -59,6 +59,9 @@ class Completion:
     text: str
 
 
+OnTokens = Callable[[list[list[int]]], None]  # the token ids of each completion so far
+
+
 class Engine(Protocol):
     """What training and `model.generate` ask of an engine."""
 
@@ -70,11 +73,16 @@ class Engine(Protocol):
         sampling: Sampling,
         n: int = 1,
         between_tokens: Callable[[], None] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[list[Completion]]:
         """Draw `n` completions of each prompt with the current adapter.
 
         `between_tokens` is called after every token step and may block (a pause) or raise (a stop); whatever it raises
         passes through and leaves the engine usable.
+
+        `on_tokens(rows)` is called when there are more tokens, after each token step or after a few: rows[i·n + j] are
+        those of completion j of prompt i so far, in lists that the engine goes on filling. What it raises passes
+        through likewise. The last tokens need not be told: they are in what is returned.
         """
 
     def adapter_changed(self) -> None:

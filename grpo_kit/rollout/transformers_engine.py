@@ -13,7 +13,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from grpo_kit.rollout.engine import Completion, Sampling
+from grpo_kit.rollout.engine import Completion, OnTokens, Sampling
 from grpo_kit.rollout.forward import check_prompts, last_logits, left_padded
 from grpo_kit.rollout.rows import Endings, Row
 from grpo_kit.rollout.sampling import next_tokens, random_streams, warpers
@@ -51,6 +51,7 @@ class TransformersEngine:
         sampling: Sampling,
         n: int = 1,
         between_tokens: Callable[[], None] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[list[Completion]]:
         check_prompts(prompt_ids)
         self.module.eval()
@@ -65,6 +66,8 @@ class TransformersEngine:
             tokens, logprobs = next_tokens(logits, sampling, cuts, ids, uniform[[row.index for row in active], step])
             for row, token, logprob in zip(active, tokens.tolist(), logprobs.tolist(), strict=True):
                 self.endings.append(row, token, logprob, sampling)
+            if on_tokens is not None:
+                on_tokens([row.token_ids for row in rows])
             keep = [i for i, row in enumerate(active) if not row.finish_reason]
             if not keep:
                 break

@@ -23,26 +23,35 @@ from grpo_kit.training.finite import first_bad, first_bad_output
 from grpo_kit.training.objective import Known, Loss, pair_objective, policy_objective
 from grpo_kit.training.options import TrainOptions
 from grpo_kit.training.order import micro_batches, padded_micro_batches
+from grpo_kit.training.sampler_gap import SEQUENCE_GAP, bound
 
-MEANS = ("kl", "entropy", "sampler_gap", "clip_ratio")
+MEANS = ("kl", "entropy", "sampler_gap", "sampler_gap_share", "clip_ratio")
+HIGHEST = ("sampler_gap_max",)
+IMPOSSIBLE = 1e3  # nats: a gap that stands for one to a probability of 0, with which sums stay finite
 
 
 @dataclass
 class Sums:
-    """Token sums over a step, for its metrics (of clip_ratio over all its passes, of others over the first); `count`
-    says what each was summed over."""
+    """Sums over a step, for its metrics (of clip_ratio over all its passes, of others over the first); `count` says
+    over what: tokens, or sequences. `highest`: the largest value seen."""
 
     total: dict[str, float] = field(default_factory=dict)
     count: dict[str, float] = field(default_factory=dict)
+    highest: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, values: Tensor, mask: Tensor) -> None:
         self.total[name] = self.total.get(name, 0.0) + float((values * mask).sum())
         self.count[name] = self.count.get(name, 0.0) + float(mask.sum())
 
+    def raise_to(self, name: str, values: Tensor) -> None:
+        """Remember the largest of the values, all of which are 0 or more."""
+        self.highest[name] = max(self.highest.get(name, 0.0), float(values.max()))
+
     def metrics(self) -> dict[str, float | None]:
-        """The mean of each; None where nothing was counted."""
+        """The mean of each, and the largest of some; None where nothing was counted."""
         names = dict.fromkeys([*MEANS, *self.total])
-        return {name: self.total[name] / self.count[name] if self.count.get(name) else None for name in names}
+        means = {name: self.total[name] / self.count[name] if self.count.get(name) else None for name in names}
+        return {**means, **{name: self.highest.get(name) for name in HIGHEST}}
 
 
 @dataclass(frozen=True)
@@ -320,10 +329,23 @@ class Passes(Pass):
     def _measure(self, batch: MicroBatch, outputs: TokenOutputs, reference: Tensor | None) -> None:
         logprobs = outputs.logprobs.detach()
         self.sums.add("entropy", outputs.entropy.detach(), batch.token_mask)
-        known = ~batch.sampled.isnan()  # an engine may not tell the probability of every token
-        self.sums.add("sampler_gap", (logprobs - batch.sampled).abs().nan_to_num(), batch.token_mask * known)
+        self._compare(logprobs, batch)
         if reference is not None:
             self.sums.add("kl", kl_estimate(logprobs, reference), batch.token_mask)
+
+    def _compare(self, logprobs: Tensor, batch: MicroBatch) -> None:
+        """How far the sampler's logprobs are from the trainer's [B, T]: `sampler_gap`, the mean over tokens;
+        `sampler_gap_max`, the largest; `sampler_gap_share`, the share of the sequences whose own mean is too large to
+        be rounding."""
+        known = batch.token_mask * ~batch.sampled.isnan()  # an engine may not tell the probability of every token
+        gap = ((logprobs - batch.sampled).abs().nan_to_num() * known).clamp(max=IMPOSSIBLE)
+        tokens = known.sum(-1)  # [B]
+        if not tokens.any():
+            return
+        beyond = gap.sum(-1) > tokens * bound(SEQUENCE_GAP, self.options.temperature)
+        self.sums.add("sampler_gap", gap, known)
+        self.sums.add("sampler_gap_share", beyond.float(), (tokens > 0).float())
+        self.sums.raise_to("sampler_gap_max", gap)
 
 
 def _of(step: Tensor, batch: MicroBatch) -> Tensor:

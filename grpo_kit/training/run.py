@@ -31,6 +31,7 @@ from grpo_kit.training.prompts import Prompts
 from grpo_kit.training.recall import describe
 from grpo_kit.training.run_lock import RunLock
 from grpo_kit.training.runaway import runaways
+from grpo_kit.training.sampler_gap import SamplerCheck
 from grpo_kit.training.step import Stepper
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class Run:
         self._stepper.updater.tell_budget = self._keep_budget
         canary = options.canary or (held_out.messages[0] if held_out else None)
         self._checkups = Checkups(model, held_out, canary, options, record)
+        self._sampler = SamplerCheck(model, options, record)
         self._elapsed_before = 0.0
         self._paused_seconds = 0.0
         self._paused_at: float | None = None
@@ -98,6 +100,7 @@ class Run:
         self._subscribers: list[Callable[[], None]] = []
         self._resumed = False
         self._kept_budget: int | None = None
+        self._kept_engine = ""  # in words, if it is not the one that the model was loaded with
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._main, name=f"grpo-kit {self.name}", daemon=True)
 
@@ -275,6 +278,8 @@ class Run:
         for reward in self._people():
             reward.attach(self._keep_rating, known)
         self._history = self.record.steps()
+        with self.model.lock:
+            self._kept_engine = self._sampler.go_on(self._history)
         self.model.stop_run = self._stop_and_wait
         self._thread.start()
 
@@ -298,6 +303,8 @@ class Run:
             todo = f"from step {self.step + 1} of {self.steps}" if self.step < self.steps else "all steps are made"
             if self._kept_budget is not None:
                 todo += f"; {BUDGET} is {self._kept_budget:,} at most, since memory ran out"
+            if self._kept_engine:
+                todo += f"; {self._kept_engine}"
             self._event("resumed" if self._resumed else "started", todo, self.knobs())
             self._set_state("running")
             with self.model.lock:
@@ -427,11 +434,15 @@ class Run:
         self._event("out of memory", text, {BUDGET: after}, self.step + 1)
 
     def _report_troubles(self) -> None:
-        """Numbers that are not finite each time; what runs away the first time, and again if it had come back."""
+        """Numbers that are not finite each time; what runs away, and a sampler that is not the model trained, the first
+        time, and again if it had come back."""
         for trouble in self._stepper.updater.troubles:
             self._event("warning", trouble)
         self._stepper.updater.troubles.clear()
         self._history += self.record.steps(since=self.step - 1)
+        mistrust = self._sampler.check(self._history[-1])
+        if mistrust is not None:
+            self._event("warning", *mistrust)
         found = {runaway.key: runaway.text for runaway in runaways(self._history)}
         for key in found.keys() - self._running_away:
             self._event("warning", found[key])

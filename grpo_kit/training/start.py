@@ -114,8 +114,8 @@ def resume(
     steps:   how many steps to end at, if not the number that the run was to make.
 
     Learning rate and weights are those last in use, but for a weight that the rewards' definition gives anew;
-    micro-batches stay as small as they became when memory ran out. A run of the same model that is still going is
-    stopped cleanly first.
+    micro-batches stay as small as they became when memory ran out, and an engine that was given up stays so. A run of
+    the same model that is still going is stopped cleanly first.
 
     Raises FileNotFoundError if the folder holds no run, ValueError if a reward can't be found, the model doesn't fit
     or another process is working on the run.

@@ -203,3 +203,29 @@ def test_the_global_random_state_is_untouched(load: Load) -> None:
 def test_empty_prompts_are_an_error(prompts: list[list[int]], load: Load) -> None:
     with pytest.raises(ValueError, match="at least one prompt, and every prompt at least one token"):
         engine_of(load("llama")).generate(prompts, Sampling(max_tokens=5))
+
+
+def test_tokens_are_told_as_they_come(load: Load) -> None:
+    """Rows end at different times, and stay in what is told."""
+    engine = engine_of(load("llama"), tuple(range(0, 250, 12)))
+    sampling = Sampling(max_tokens=15, seed=2)
+    expected = tokens_of(engine.generate(PROMPTS, sampling, n=3))
+    seen: list[list[list[int]]] = []
+    found = engine.generate(PROMPTS, sampling, n=3, on_tokens=lambda rows: seen.append([list(row) for row in rows]))
+    assert tokens_of(found) == expected
+    assert len({len(ids) for ids in expected}) > 2
+    assert seen == [[ids[: step + 1] for ids in expected] for step in range(max(map(len, expected)))]
+
+
+def test_what_is_raised_on_tokens_passes_through(load: Load) -> None:
+    engine, calls = engine_of(load("llama")), []
+
+    def second_time(rows: list[list[int]]) -> None:
+        calls.append(len(rows[0]))
+        if len(calls) == 2:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        engine.generate(PROMPTS, Sampling(max_tokens=12, seed=1), on_tokens=second_time)
+    assert calls == [1, 2]
+    assert len(flat(engine.generate(PROMPTS, Sampling(max_tokens=3, seed=1)))) == len(PROMPTS)

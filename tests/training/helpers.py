@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from grpo_kit.model import Model
-from grpo_kit.rollout import Completion, Engine, Sampling
+from grpo_kit.rollout import Completion, Engine, OnTokens, Sampling
 from grpo_kit.training import Run
 from grpo_kit.training.batch import Sequence
 
@@ -67,9 +68,10 @@ class WatchedEngine:
         sampling: Sampling,
         n: int = 1,
         between_tokens: Callable[[], None] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[list[Completion]]:
         if between_tokens is None:  # a question, not a rollout
-            return self.engine.generate(prompt_ids, sampling, n)
+            return self.engine.generate(prompt_ids, sampling, n, None, on_tokens)
         self.step += 1
         token = 0
 
@@ -79,7 +81,7 @@ class WatchedEngine:
             self.on_token(self.step, token)
             between_tokens()
 
-        return self.engine.generate(prompt_ids, sampling, n, watched)
+        return self.engine.generate(prompt_ids, sampling, n, watched, on_tokens)
 
     def adapter_changed(self) -> None:
         self.engine.adapter_changed()
@@ -93,11 +95,13 @@ class WatchedEngine:
 
 class DrawnEngine:
     """Answers of 5 to 8 tokens that depend on the seed and the prompt alone, not on what the model has learned; their
-    text is those ids, their logprobs are drawn too. `before(asked)`, from 1, is called at each rollout."""
+    text is those ids. Their logprobs are drawn too with `tells`, and else not told: a run gives up a sampler whose
+    logprobs are not the model's. `before(asked)`, from 1, is called at each rollout."""
 
     name = "drawn"
 
-    def __init__(self) -> None:
+    def __init__(self, tells: bool = False) -> None:
+        self.tells = tells
         self.before: Callable[[int], None] = lambda asked: None
         self.asked = 0
 
@@ -107,6 +111,7 @@ class DrawnEngine:
         sampling: Sampling,
         n: int = 1,
         between_tokens: Callable[[], None] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[list[Completion]]:
         self.asked += 1
         self.before(self.asked)
@@ -118,7 +123,8 @@ class DrawnEngine:
         rng = random.Random(f"{sampling.seed} {prompt} {number}")
         ids = [rng.randrange(256) for _ in range(rng.randint(5, 8))]
         reason = "length" if len(ids) == 8 else "eos"
-        return Completion(ids, [-rng.uniform(1, 5) for _ in ids], reason, " ".join(map(str, ids)))
+        logprobs = [-rng.uniform(1, 5) if self.tells else math.nan for _ in ids]
+        return Completion(ids, logprobs, reason, " ".join(map(str, ids)))
 
     def adapter_changed(self) -> None:
         pass

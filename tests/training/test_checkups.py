@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -30,7 +31,7 @@ class SumsEngine:
         self.decode, self.before = decode, lambda kind: None
         self.seeds = {"greedy": [], "sampled": [], "step": []}
 
-    def generate(self, prompt_ids, sampling, n=1, between_tokens=None):
+    def generate(self, prompt_ids, sampling, n=1, between_tokens=None, on_tokens=None):
         questions = [self.decode(ids) for ids in prompt_ids]
         kind = "greedy" if sampling.temperature == 0 else "sampled" if "10" in questions[0] else "step"
         self.seeds[kind].append(sampling.seed)
@@ -46,7 +47,8 @@ class SumsEngine:
             n = int(re.search(r"(\d+) \+ 10", question)[1])
             right = n % 2 == 0 and (n < 4 if kind == "greedy" else number == 1)
             text = str(n + 10) if right else "0"
-        return Completion([ord(letter) for letter in text], [-1.0] * len(text), "eos", text)
+        untold = [math.nan] * len(text)  # logprobs to be judged by
+        return Completion([ord(letter) for letter in text], untold, "eos", text)
 
     def adapter_changed(self):
         pass

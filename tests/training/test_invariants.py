@@ -75,7 +75,7 @@ def double(tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(model_module, "linear_logprob", plain_head)
     monkeypatch.setattr(LlamaRMSNorm, "forward", plain_norm)  # the reference's; its own is float32 whatever it is given
     monkeypatch.setattr(ValueHead, "forward", lambda self, hidden: hidden @ self.weight + self.bias)
-    loaded.engine = DrawnEngine()
+    loaded.engine = DrawnEngine(tells=True)
     begin_anew(loaded)
     yield loaded
     torch.set_default_dtype(torch.float32)

@@ -180,4 +180,12 @@ def test_means_over_all_that_was_counted():
     sums.add("entropy", torch.tensor([[10.0]]), torch.tensor([[1.0]]))
     sums.add("more", torch.tensor([4.0]), torch.tensor([1.0]))
     sums.add("kl", torch.tensor([4.0]), torch.tensor([0.0]))
-    assert sums.metrics() == {"kl": None, "entropy": 4.0, "sampler_gap": None, "clip_ratio": None, "more": 4.0}
+    nothing = dict.fromkeys(["kl", "sampler_gap", "sampler_gap_share", "clip_ratio", "sampler_gap_max"])
+    assert sums.metrics() == {**nothing, "entropy": 4.0, "more": 4.0}
+
+
+def test_the_largest_of_all_micro_batches():
+    sums = Sums()
+    sums.raise_to("sampler_gap_max", torch.tensor([[0.5, 2.0], [0.25, 0.0]]))
+    sums.raise_to("sampler_gap_max", torch.tensor([[1.0]]))
+    assert sums.metrics()["sampler_gap_max"] == 2.0

@@ -57,6 +57,21 @@ def test_the_model_learns_and_stays_usable(start, model):
     assert model.stop_run is None
 
 
+def test_a_stream_is_answered_while_the_run_goes_on_and_does_not_hold_it_up(start, model):
+    run = start(steps=1000, learning_rate=1e-6)
+    until(lambda: run.step >= 1)
+    began = time.monotonic()
+    pieces = model.generate("2 + 2?", max_tokens=30, temperature=5.0, seed=1, stream=True)
+    next(pieces)
+    assert time.monotonic() - began < 5
+    step = run.step
+    until(lambda: run.step >= step + 2)  # with the stream half read, and open
+    assert run.state == "running"
+    assert "".join(pieces)
+    run.stop()
+    run.wait(SOON)
+
+
 # ---- pause ----
 
 

@@ -28,7 +28,7 @@ class ScriptedEngine:
         self.completions = completions
         self.asked: list[tuple[list[list[int]], Sampling, int]] = []
 
-    def generate(self, prompt_ids, sampling, n=1, between_tokens=None):
+    def generate(self, prompt_ids, sampling, n=1, between_tokens=None, on_tokens=None):
         self.asked.append((prompt_ids, sampling, n))
         return [self.completions[:n] for _ in prompt_ids]
 

@@ -229,6 +229,7 @@ def test_evaluations_and_the_same_question_arrive_as_events(tmp_path: Path) -> N
     ]
     assert answer["events"][0]["data"]["accuracy"] == pytest.approx(0.22)
     assert answer["status"]["skipped"].startswith("1 update was skipped in 2 steps")
+    assert answer["status"]["sampler"] == "sampler and trainer differ by 0.004 nats a token, 0.13 at most"
 
     run.write_step()
     run.write_step()

@@ -101,6 +101,7 @@ def test_evaluations_the_same_question_and_skipped_updates(tmp_path: Path) -> No
     assert "now 92 %, before training 22 %" in page.text
     assert "within 4 tries" in page.text
     assert "2 updates were skipped in 100 steps: float16 overflowed, loss scale now 16,384" in page.text
+    assert "sampler and trainer differ by 0.004 nats a token, 0.13 at most" in page.text
     answers = [page.text.index(f"step {step} ") for step in (100, 90, 80, 70, 60, 50, 40)]
     assert answers == sorted(answers)
     assert page.text.index("and 3 between") < page.text.index("before training <reasoning>")

@@ -131,6 +131,13 @@ def test_skipped_updates_are_said_only_where_there_are_any() -> None:
     assert said == "1 update was skipped in 1 step: the gradient held a number that is not finite"
 
 
+def test_the_gap_to_the_sampler_is_said_as_it_is_now() -> None:
+    gap = {"sampler_gap": lambda step: step / 1000, "sampler_gap_max": 0.21}
+    assert warnings.sampler_gap(rows(4, **gap)) == "sampler and trainer differ by 0.004 nats a token, 0.21 at most"
+    assert warnings.sampler_gap(rows(4, sampler_gap=0.004)) == "sampler and trainer differ by 0.004 nats a token"
+    assert warnings.sampler_gap([]) == warnings.sampler_gap(rows(4, sampler_gap=None)) == ""
+
+
 def test_updates_that_go_on_being_skipped_are_not_called_normal() -> None:
     said = warnings.skipped_updates(rows(40, skipped_updates=lambda step: float(step % 3 == 0), loss_scale=1.0))
     assert "more than the few that are normal" in said

@@ -15,7 +15,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 
-from grpo_kit.rollout.engine import Completion, Sampling
+from grpo_kit.rollout.engine import Completion, OnTokens, Sampling
 from grpo_kit.rollout.forward import check_prompts
 from grpo_kit.rollout.native.cache import SlotCache, columns_for, slots_within
 from grpo_kit.rollout.native.generation import Generation
@@ -80,6 +80,7 @@ class NativeEngine:
         sampling: Sampling,
         n: int = 1,
         between_tokens: Callable[[], None] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[list[Completion]]:
         """See `Engine.generate`. Raises ValueError if the cache may not be large enough for a single completion, and
         torch.OutOfMemoryError, after which all of the engine's memory is given back."""
@@ -90,7 +91,7 @@ class NativeEngine:
         try:
             session = self._session(len(prompt_ids) * n, columns)
             generation = Generation(session, self.module, self.endings, self.steps_ahead, prompt_ids, sampling, n)
-            return generation.run(between_tokens)
+            return generation.run(between_tokens, on_tokens)
         except torch.OutOfMemoryError as error:
             failed = str(error)
         finally:

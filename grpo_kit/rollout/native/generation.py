@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from grpo_kit.rollout.engine import Completion, Sampling
+from grpo_kit.rollout.engine import Completion, OnTokens, Sampling
 from grpo_kit.rollout.native.prefill import Prefilled, chunks, prefill
 from grpo_kit.rollout.native.session import Report, Session
 from grpo_kit.rollout.native.slots import Slots, bucket_for
@@ -55,9 +55,16 @@ class Generation:
         self.pending: deque[tuple[list[tuple[int, SlotRow]], Report]] = deque()  # (place in the report, row)
         self.partly: dict[int, Prefilled] = {}  # the prompt some of whose completions have not started
 
-    def run(self, between_tokens: Callable[[], None] | None) -> list[list[Completion]]:
+    def run(
+        self, between_tokens: Callable[[], None] | None, on_tokens: OnTokens | None = None
+    ) -> list[list[Completion]]:
         self.session.open(self.sampling)
-        while self._take_in():
+        while True:
+            more = self._take_in()
+            if on_tokens is not None:
+                on_tokens([row.token_ids for row in self.rows])
+            if not more:
+                break
             self._refill()
             self._shrink()
             running = self._running()
