@@ -114,7 +114,7 @@ def table(rows: list[Row]) -> str:
         "",
         f"Float16, torch's memory capped at {CAP_GB:g} GB, random weights in 4 bits, LoRA rank 32, one completion at a "
         f"time, prompt of 512 tokens included. Of the lengths {', '.join(f'{length:,}' for length in LENGTHS)}; "
-        "in brackets the seconds of a step of that length, its first. grpo-kit runs with activation_offloading, which "
+        "in brackets the peak of allocated memory at that length. grpo-kit runs with activation_offloading, which "
         "its memory plan turns on for such a card, and its step is the whole update.",
         "",
     ]
@@ -128,7 +128,7 @@ def table(rows: list[Row]) -> str:
 def _cell(row: Row | None) -> str:
     if row is None:
         return ""
-    found = f"{row['length']:,} ({row['seconds']:.1f} s)" if "seconds" in row else "none"
+    found = f"{row['length']:,} ({row['peak_gb']:.1f} GB)" if "peak_gb" in row else "none"
     if not row["untried"]:
         return found
     untried = ", ".join(f"{length:,}" for length in row["untried"])
