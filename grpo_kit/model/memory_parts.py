@@ -88,21 +88,36 @@ class PlanOptions:
         return self.prompts_per_step * (self.prompt + self.num_generations * self.max_completion_length)
 
     @property
+    def fullest(self) -> tuple[int, int]:
+        """Tokens and sequences of the fullest micro-batch, cut as training cuts them: a prompt counts once for its
+        answers, and a sequence that is longer than the budget goes alone."""
+        assert self.tokens_per_micro_batch is not None
+        tokens = sequences = 0
+        for _ in range(self.prompts_per_step):
+            room = self.tokens_per_micro_batch - tokens - self.prompt
+            answers = min(self.num_generations, room // self.max_completion_length)
+            if answers < 1:
+                break
+            tokens += self.prompt + answers * self.max_completion_length
+            sequences += answers
+            if answers < self.num_generations:
+                break
+        return (tokens, sequences) if sequences else (self.sequence, 1)
+
+    @property
     def micro_batch(self) -> int:
         """Tokens that go through the model at once in the update."""
-        assert self.tokens_per_micro_batch is not None
-        return max(min(self.tokens_per_micro_batch, self.step_tokens), self.sequence)
+        return self.fullest[0]
 
     @property
     def attention_rows(self) -> int:
         """Tokens of a micro-batch's sequences, each with its prompt."""
-        sequences = self.micro_batch * self.sequences // self.step_tokens
-        return max(self.micro_batch, min(sequences, self.sequences) * self.sequence)
+        return self.fullest[1] * self.sequence
 
     @property
     def micro_batch_completions(self) -> int:
         """Of these, tokens of completions: the head sees no others."""
-        return min(self.micro_batch, self.sequences * self.max_completion_length)
+        return self.fullest[1] * self.max_completion_length
 
 
 _COUNTS = (

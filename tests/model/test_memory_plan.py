@@ -130,7 +130,7 @@ def test_a_token_of_llama_8b_takes_128_kib_of_cache() -> None:
 
 
 def options(**more: Any) -> PlanOptions:
-    """2 prompts of 20 tokens with 3 answers of 8: 88 tokens a step, 50 at once."""
+    """2 prompts of 20 tokens with 3 answers of 8: 88 tokens a step, in batches of 50 at most: one group, of 44."""
     own = {"prompts_per_step": 2, "num_generations": 3, "max_seq_length": 28, "max_completion_length": 8}
     return PlanOptions(**{**own, "tokens_per_micro_batch": 50, "lora_rank": 2, **more})
 
@@ -138,18 +138,19 @@ def options(**more: Any) -> PlanOptions:
 def test_one_layers_backward_by_hand() -> None:
     alone = options(tokens_per_micro_batch=28)
     assert attention_backward(HAND, alone) == 28 * (2 * (50 + 36 + 24) + 4 * 12)
-    # 3 of the step's 6 sequences are in 50 of its 88 tokens, and 84 long with a prompt each
-    assert attention_backward(HAND, options()) == 50 * (2 * (50 + 24 + 12) + 4 * 12) + 84 * (2 * (48 + 24) + 4 * 12)
-    assert mlp_backward(HAND, options()) == 2 * (50 * (40 + 24 + 12) + 50 * (10 + 90) + 300)
-    assert mlp_backward(HAND, options(load_in_4bit=False)) == 2 * (50 * 76 + 50 * 100)
+    # one group's 3 answers are in 44 tokens, and 84 long with a prompt each
+    assert attention_backward(HAND, options()) == 44 * (2 * (50 + 24 + 12) + 4 * 12) + 84 * (2 * (48 + 24) + 4 * 12)
+    assert mlp_backward(HAND, options()) == 2 * (44 * (40 + 24 + 12) + 44 * (10 + 90) + 300)
+    assert mlp_backward(HAND, options(load_in_4bit=False)) == 2 * (44 * 76 + 44 * 100)
     many = options(tokens_per_micro_batch=9000, max_seq_length=2000, prompts_per_step=5)
-    assert mlp_backward(HAND, many) == 2 * (9000 * 76 + MLP_TILE * 100 + 900)
+    assert many.micro_batch == 4 * (1992 + 24), "a fifth group would be beyond 9,000"
+    assert mlp_backward(HAND, many) == 2 * (8064 * 76 + MLP_TILE * 100 + 900)
 
 
 def test_the_head_by_hand() -> None:
     tile = CHUNK_BYTES * 3 // 2  # float32 logits and their 16-bit gradient
-    assert head_backward(HAND, options()) == tile + 4 * 48 * 10 + 2 * 2 * 50 * 10 + 2 * 2 * 48 * 10
-    assert head_backward(HAND, options(algorithm="ppo")) - head_backward(HAND, options()) == 4 * 48 * 10
+    assert head_backward(HAND, options()) == tile + 4 * 24 * 10 + 2 * 2 * 44 * 10 + 2 * 2 * 24 * 10
+    assert head_backward(HAND, options(algorithm="ppo")) - head_backward(HAND, options()) == 4 * 24 * 10
 
 
 def test_the_rollouts_work_by_hand() -> None:
@@ -162,8 +163,8 @@ def test_the_rollouts_work_by_hand() -> None:
 
 
 def test_layer_inputs_stay_or_wait_with_the_host() -> None:
-    assert saved_on_gpu(HAND, options()) == 5 * 50 * 10 * 2
-    assert saved_on_gpu(HAND, options(activation_offloading=True)) == 4 * 50 * 10 * 2
+    assert saved_on_gpu(HAND, options()) == 5 * 44 * 10 * 2
+    assert saved_on_gpu(HAND, options(activation_offloading=True)) == 4 * 44 * 10 * 2
     plan = memory_plan(QWEN, "T4", activation_offloading=True, tokens_per_micro_batch=4096)
     assert plan.offloaded == 28 * 4096 * 3584 * 2
     assert memory_plan(QWEN, "T4", activation_offloading=False).offloaded == 0
@@ -171,17 +172,19 @@ def test_layer_inputs_stay_or_wait_with_the_host() -> None:
 
 def test_tokens_of_a_micro_batch() -> None:
     assert options().step_tokens == 88
-    assert options().micro_batch == 50
+    assert options().fullest == (44, 3)
+    assert options(tokens_per_micro_batch=80).fullest == (44 + 20 + 16, 5), "a prompt once for each batch it is in"
+    assert options(tokens_per_micro_batch=79).fullest == (44 + 20 + 8, 4)
     assert options(tokens_per_micro_batch=1000).micro_batch == 88, "a step has no more"
     assert options(tokens_per_micro_batch=5).micro_batch == 28, "a sequence is not cut"
-    assert options().micro_batch_completions == 48
+    assert options().micro_batch_completions == 24
     assert options(max_prompt_length=4).sequence == 12
 
 
 def test_a_phase_has_the_parts_of_its_fullest_moment() -> None:
     adapter = lora(HAND, options())
     head = head_backward(HAND, options())
-    assert update_parts(HAND, options()) == {"gradients": adapter, "layer inputs": 5000, "the head": head}
+    assert update_parts(HAND, options()) == {"gradients": adapter, "layer inputs": 4400, "the head": head}
     at_once = update_parts(HAND, options(tokens_per_micro_batch=88))
     assert at_once["gradients"] == 0, "the first micro-batch has none yet"
     wide = read_shape(QWEN)
