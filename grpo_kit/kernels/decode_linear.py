@@ -1,7 +1,7 @@
-"""The matrix products of a token step: a few rows times 4-bit weights as they are stored, with LoRA's x·Aᵀ beside them.
+"""The matrix products of a token step: a few rows times 4-bit weights as they are stored, and LoRA's x·Aᵀ.
 
-What comes out is unfinished (`Parts`): bias and LoRA's B are its consumer's. It computes no gradients, and it is not for
-training, where the rows are so many that making the weights dense costs little.
+What comes out is unfinished (`Parts`): bias and LoRA's B are its consumer's. It computes no gradients, and it is not
+for training, where the rows are so many that making the weights dense costs little.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from grpo_kit.kernels.decode_parts import BLOCK, Parts, natural_order
 from grpo_kit.kernels.nf4_lookup import VALUES
 from grpo_kit.kernels.triton_ready import use_triton
 
-MOST_ROWS = 64  # of the kernel; from here on dense weights, multiplied at full speed, are faster
+MOST_ROWS = 64  # of the kernel; for more, dense weights multiplied at full speed are faster
 MOST_WEIGHTS = 3  # q, k and v
 
 
@@ -52,7 +52,7 @@ class Nf4:
         """[N, K] in float32: each weight is its value times its block's absmax. Plain torch, and large in memory."""
         byte = self.words.view(torch.uint8).int()  # [N, K/2]
         codes = torch.stack((byte >> 4, byte & 15), -1).flatten(1)
-        values = torch.tensor(VALUES, device=codes.device)[codes]
+        values = torch.tensor(VALUES, dtype=torch.float32, device=codes.device)[codes]
         return (values.unflatten(1, (-1, BLOCK)) * self.absmax[..., None]).flatten(1)
 
 
@@ -110,17 +110,17 @@ class DecodeGroup:
 def decode_linear(x: Tensor, group: DecodeGroup) -> Parts:
     """x·Wᵀ of the group's matrices side by side, then x·Aᵀ, with x [B, K] in T and in nibble order.
 
-    On a GPU 4-bit weights are read as they are stored for up to 64 rows; above, and in a group with a layer that is not
-    quantized, they are made dense and the products are rounded to T. Nothing depends on numbers in the tensors but the
-    result, so a CUDA graph may hold the call; but the first call on a device has to come before its capture.
+    On a GPU from sm80 on, 4-bit weights in groups without others are read as they are stored for up to 64 rows; what
+    else there is goes through torch and bitsandbytes, whose products are rounded to T. Nothing depends on numbers in
+    the tensors but the result, so a CUDA graph may hold the call; the first call on a device comes before its capture.
 
     Raises ValueError if x and the group don't fit.
     """
     _check(x, group)
     if not use_triton(x):
         return multiply(x, group)
-    if len(x) > MOST_ROWS or any(isinstance(weight, Tensor) for weight in group.weights):
-        return multiply_dense(x, group)
+    if not _suits_kernel(x, group):
+        return multiply_each(x, group)
     from grpo_kit.kernels import decode_linear_triton as fused
 
     return fused.multiply(x, group)
@@ -135,25 +135,35 @@ def multiply(x: Tensor, group: DecodeGroup) -> Parts:
     return group.unfinished(torch.cat(sums, 1)[None], x.dtype)
 
 
-def multiply_dense(x: Tensor, group: DecodeGroup) -> Parts:
-    """The same for many rows: the weights and products in T, one matrix made dense at a time. S = 1."""
-    sums = torch.empty(1, len(x), sum(group.sizes) + len(group.sizes) * group.rank, device=x.device)
+def multiply_each(x: Tensor, group: DecodeGroup) -> Parts:
+    """The same for many rows and for dense weights: a product a matrix, in T, S = 1."""
+    width = sum(group.sizes) + len(group.sizes) * group.rank
+    sums = torch.empty(1, len(x), width, dtype=torch.float32, device=x.device)
     natural, start = natural_order(x), 0
-    for weight in group.weights:
-        dense = _dense_by_bitsandbytes(weight, x.dtype) if isinstance(weight, Nf4) else weight
-        sums[0, :, start : start + len(dense)] = natural @ dense.T
-        start += len(dense)
+    for weight, size in zip(group.weights, group.sizes, strict=True):
+        product = _by_bitsandbytes(natural, weight) if isinstance(weight, Nf4) else natural @ weight.T
+        sums[0, :, start : start + size] = product
+        start += size
     if group.lora_a is not None:
         sums[0, :, start:] = x @ group.lora_a.T
     return group.unfinished(sums, x.dtype)
 
 
-def _dense_by_bitsandbytes(weight: Nf4, dtype: torch.dtype) -> Tensor:
-    from bitsandbytes.functional import dequantize_4bit
+def _suits_kernel(x: Tensor, group: DecodeGroup) -> bool:
+    """Without tensor cores, which Triton uses for 16-bit formats from sm80 on, the kernel takes four times as long for
+    8 rows and twenty times for 64; bitsandbytes has one for such GPUs."""
+    fast = x.dtype != torch.float32 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return fast and len(x) <= MOST_ROWS and all(isinstance(weight, Nf4) for weight in group.weights)
 
-    dense = torch.empty(weight.shape, dtype=dtype, device=weight.words.device)
-    packed = weight.words.view(torch.uint8).view(-1, 1)
-    return dequantize_4bit(packed, absmax=weight.absmax, out=dense, blocksize=BLOCK, quant_type="nf4")
+
+def _by_bitsandbytes(x: Tensor, weight: Nf4) -> Tensor:
+    """[B, N] in x's dtype; bitsandbytes itself makes the weight dense where that is faster."""
+    from bitsandbytes import matmul_4bit
+    from bitsandbytes.functional import QuantState
+
+    state = QuantState(weight.absmax, torch.Size(weight.shape), blocksize=BLOCK, quant_type="nf4", dtype=x.dtype)
+    product: Tensor = matmul_4bit(x, weight.words.view(torch.uint8).view(-1, 1).t(), state)
+    return product
 
 
 def _check(x: Tensor, group: DecodeGroup) -> None:

@@ -89,7 +89,7 @@ def _table(device: torch.device, dtype: torch.dtype, by_ptx: bool) -> Tensor:
     """
     if by_ptx:
         return byte_tables(dtype)[:, None].expand(-1, 16).contiguous().to(device)
-    return torch.tensor(VALUES).to(dtype).to(device)
+    return torch.tensor(VALUES, dtype=dtype).to(device)
 
 
 # One compilation for all sizes: row strides are written so that their alignment shows without.

@@ -1,10 +1,10 @@
 """The 16 values of NF4, and how a GPU looks four 4-bit weights up at once: byte permutes of PTX and their tables.
 
 `prmt` picks four of the eight bytes of two registers by four selectors of 4 bits, of which three say which byte, and
-the fourth replaces it by eight copies of its top bit (PTX ISA, prmt). So a word of four weights is itself a selector: of
-a table of eight bytes with the top bit clear it gives a byte for each weight below 8, and 0 for the others. The values
-below 8 are negative, those from 8 on positive. Four tables hold the low and the high bytes of both halves' magnitudes;
-a weight is the positive half's number minus the negative half's, of which one is meant to be 0.
+the fourth replaces it by eight copies of its top bit (PTX ISA, prmt). So a word of four weights is itself a selector:
+of a table of eight bytes with the top bit clear it gives a byte for each weight below 8, and 0 for the others. The
+values below 8 are negative, those from 8 on positive. Four tables hold the low and the high bytes of both halves'
+magnitudes; a weight is the positive half's number minus the negative half's, of which one is meant to be 0.
 
 The top bit of a low byte may be set. Then that 0 is 255 units of the format's last place, which is lost in the
 subtraction as less than half the last place of what it is subtracted from; only of the value 0 in bfloat16 it leaves
