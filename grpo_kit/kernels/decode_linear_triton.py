@@ -41,8 +41,7 @@ MULTIPROCESSORS = 132  # where there is no GPU to ask
 def multiply(x: Tensor, group: DecodeGroup) -> Parts:
     """Parts, as `decode_linear` has them; 4-bit weights and at most 64 rows."""
     tile = next(tile for tile in TILES if len(x) <= tile.rows)
-    programs = sum(triton.cdiv(size, tile.outputs) for size in group.sizes) + _low_tiles(group)
-    parts = parts_of_a_product(programs * tile.warps, group.inner // BLOCK, _multiprocessors(x.device))
+    parts = parts_of_a_product(_tiles(group, tile) * tile.warps, group.inner // BLOCK, _multiprocessors(x.device))
     return multiply_in_parts(x, group, parts, tile)
 
 
@@ -50,16 +49,14 @@ def multiply_in_parts(x: Tensor, group: DecodeGroup, parts: int, tile: Tile) -> 
     """The same with K cut into `parts`, each of one block at least."""
     weights = [weight for weight in group.weights if isinstance(weight, Nf4)]
     lack = MOST_WEIGHTS - len(weights)
-    sizes = [*group.sizes, *[0] * lack]
-    width = sum(sizes) + len(weights) * group.rank
+    weights += weights[:1] * lack  # of which the kernel takes no outputs
+    width = sum(group.sizes) + len(group.sizes) * group.rank
     sums = torch.empty(parts, len(x), width, dtype=torch.float32, device=x.device)
     by_ptx = x.is_cuda and x.dtype != torch.float32
-    programs = sum(triton.cdiv(size, tile.outputs) for size in sizes) + _low_tiles(group)
-    _multiply[(programs, parts)](
-        x, *(weight.words for weight in [*weights, *weights[:1] * lack]),
-        *(weight.absmax for weight in [*weights, *weights[:1] * lack]),
-        None if group.lora_a is None else group.lora_a.contiguous(),
-        _table(x.device, x.dtype, by_ptx), sums, len(x), *sizes, width, group.inner // BLOCK,
+    _multiply[(_tiles(group, tile), parts)](
+        x, *(weight.words for weight in weights), *(weight.absmax for weight in weights),
+        None if group.lora_a is None else group.lora_a.contiguous(), _table(x.device, x.dtype, by_ptx), sums,
+        len(x), *group.sizes, *[0] * lack, width, group.inner // BLOCK,
         PTX=ptx(x.dtype) if by_ptx else None, ROWS=tile.rows, OUTPUTS=tile.outputs, STAGES=tile.stages,
         num_warps=tile.warps,
     )  # fmt: skip
@@ -72,8 +69,10 @@ def parts_of_a_product(warps: int, blocks: int, multiprocessors: int) -> int:
     return max(1, min(to_fill_all, MOST_PARTS, blocks // SHORTEST))
 
 
-def _low_tiles(group: DecodeGroup) -> int:
-    return triton.cdiv(len(group.weights) * group.rank, LOW_OUTPUTS.value)
+def _tiles(group: DecodeGroup, tile: Tile) -> int:
+    """Programs of one part."""
+    low = triton.cdiv(len(group.sizes) * group.rank, LOW_OUTPUTS.value)
+    return sum(triton.cdiv(size, tile.outputs) for size in group.sizes) + low
 
 
 def _multiprocessors(device: torch.device) -> int:
