@@ -110,9 +110,9 @@ class DecodeGroup:
 def decode_linear(x: Tensor, group: DecodeGroup) -> Parts:
     """x·Wᵀ of the group's matrices side by side, then x·Aᵀ, with x [B, K] in T and in nibble order.
 
-    On a GPU from sm80 on, 4-bit weights in groups without others are read as they are stored for up to 64 rows; what
-    else there is goes through torch and bitsandbytes, whose products are rounded to T. Nothing depends on numbers in
-    the tensors but the result, so a CUDA graph may hold the call; the first call on a device comes before its capture.
+    On a GPU from sm80 on, 4-bit weights in groups without others are read as they are stored for up to 64 rows; else
+    weights are made dense one after the other, and the products are rounded to T. Nothing depends on numbers in the
+    tensors but the result, so a CUDA graph may hold the call; the first call on a device comes before its capture.
 
     Raises ValueError if x and the group don't fit.
     """
@@ -120,7 +120,7 @@ def decode_linear(x: Tensor, group: DecodeGroup) -> Parts:
     if not use_triton(x):
         return multiply(x, group)
     if not _suits_kernel(x, group):
-        return multiply_each(x, group)
+        return multiply_dense(x, group)
     from grpo_kit.kernels import decode_linear_triton as fused
 
     return fused.multiply(x, group)
@@ -135,14 +135,14 @@ def multiply(x: Tensor, group: DecodeGroup) -> Parts:
     return group.unfinished(torch.cat(sums, 1)[None], x.dtype)
 
 
-def multiply_each(x: Tensor, group: DecodeGroup) -> Parts:
-    """The same for many rows and for dense weights: a product a matrix, in T, S = 1."""
+def multiply_dense(x: Tensor, group: DecodeGroup) -> Parts:
+    """The same for many rows: weights and products in T, one matrix made dense at a time. S = 1."""
     width = sum(group.sizes) + len(group.sizes) * group.rank
     sums = torch.empty(1, len(x), width, dtype=torch.float32, device=x.device)
     natural, start = natural_order(x), 0
     for weight, size in zip(group.weights, group.sizes, strict=True):
-        product = _by_bitsandbytes(natural, weight) if isinstance(weight, Nf4) else natural @ weight.T
-        sums[0, :, start : start + size] = product
+        plain = _dense(weight, x.dtype) if isinstance(weight, Nf4) else weight
+        sums[0, :, start : start + size] = natural @ plain.T
         start += size
     if group.lora_a is not None:
         sums[0, :, start:] = x @ group.lora_a.T
@@ -150,20 +150,18 @@ def multiply_each(x: Tensor, group: DecodeGroup) -> Parts:
 
 
 def _suits_kernel(x: Tensor, group: DecodeGroup) -> bool:
-    """Without tensor cores, which Triton uses for 16-bit formats from sm80 on, the kernel takes four times as long for
-    8 rows and twenty times for 64; bitsandbytes has one for such GPUs."""
+    """Without tensor cores, which Triton uses for 16-bit formats from sm80 on, the kernel has four times as many
+    instructions for 8 rows and twenty times for 64."""
     fast = x.dtype != torch.float32 and torch.cuda.get_device_capability(x.device) >= (8, 0)
     return fast and len(x) <= MOST_ROWS and all(isinstance(weight, Nf4) for weight in group.weights)
 
 
-def _by_bitsandbytes(x: Tensor, weight: Nf4) -> Tensor:
-    """[B, N] in x's dtype; bitsandbytes itself makes the weight dense where that is faster."""
-    from bitsandbytes import matmul_4bit
-    from bitsandbytes.functional import QuantState
+def _dense(weight: Nf4, dtype: torch.dtype) -> Tensor:
+    if not use_triton(weight.absmax):
+        return weight.dense().to(dtype)
+    from grpo_kit.kernels import nf4_dense_triton as fused
 
-    state = QuantState(weight.absmax, torch.Size(weight.shape), blocksize=BLOCK, quant_type="nf4", dtype=x.dtype)
-    product: Tensor = matmul_4bit(x, weight.words.view(torch.uint8).view(-1, 1).t(), state)
-    return product
+    return fused.dense(weight, dtype)
 
 
 def _check(x: Tensor, group: DecodeGroup) -> None:

@@ -1,4 +1,4 @@
-"""`decode_linear`: the twin, the way through bitsandbytes and the Triton kernel, against float64 and bitsandbytes."""
+"""`decode_linear`: the twin, the way over dense weights and the Triton kernels, against float64 and bitsandbytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from torch import Tensor
 
-from grpo_kit.kernels.decode_linear import DecodeGroup, Nf4, decode_linear, multiply_each
+from grpo_kit.kernels.decode_linear import DecodeGroup, Nf4, decode_linear, multiply_dense
 from grpo_kit.kernels.decode_parts import Parts, nibble_order
 from tests.kernels.launching import launch
 from tests.kernels.unfinished import rounded
@@ -119,10 +119,20 @@ def test_finished_is_a_linear_layer_with_lora() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [3, 100])
-def test_through_bitsandbytes(rows: int, dtype: torch.dtype) -> None:
+def test_over_dense_weights(rows: int, dtype: torch.dtype) -> None:
     here = given(Case((40, 24, 72), 192, rows, 5), dtype)
     unit = max(torch.finfo(dtype).eps * 2, 1e-5)  # weights and products are rounded to it
-    assert_sums(multiply_each(here.x, here.group), here.group, here.exact(here.dense), unit)
+    assert_sums(multiply_dense(here.x, here.group), here.group, here.exact(here.dense), unit)
+    in_triton = launch("decode_linear.multiply_dense", here.x, here.group)
+    cut = dtype == torch.bfloat16 and not torch.cuda.is_available()  # as Triton's interpreter rounds it
+    assert_sums(in_triton, here.group, here.exact(here.dense), unit * (1 + cut))
+
+
+@pytest.mark.parametrize("shape", [(72, 192), (3, 64), (40, 576)], ids=str)
+def test_dense_is_what_bitsandbytes_says(shape: tuple[int, int]) -> None:
+    nf4, dense = quantized(*shape, seed=1)
+    assert torch.equal(launch("nf4_dense_triton.dense", nf4, torch.float32), dense)
+    assert torch.equal(launch("nf4_dense_triton.dense", nf4, torch.float16), dense.half())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -132,7 +142,7 @@ def test_a_layer_that_is_not_quantized(dtype: torch.dtype) -> None:
     mixed = DecodeGroup((here.group.weights[0], plain), here.group.lora_a, here.group.lora_b, here.group.bias)
     exact = here.exact(torch.cat([here.dense[:40], plain.float()]))
     assert_sums(decode_linear(here.x, mixed), mixed, exact)
-    assert_sums(multiply_each(here.x, mixed), mixed, exact, max(torch.finfo(dtype).eps * 2, 1e-5))
+    assert_sums(multiply_dense(here.x, mixed), mixed, exact, max(torch.finfo(dtype).eps * 2, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
