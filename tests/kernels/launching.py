@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass, tree_map_only
 
+from grpo_kit.kernels.decode_linear import DecodeGroup, Nf4
 from grpo_kit.kernels.decode_parts import Parts
 
 OPERATIONS = (
@@ -32,8 +33,10 @@ OPERATIONS = (
     "decode_heads",
     "decode_gate",
     "decode_attention",
+    "decode_linear",
 )
-register_dataclass(Parts)  # its tensors go where the kernels run, too
+for holder in (Parts, Nf4, DecodeGroup):  # their tensors go where the kernels run, too
+    register_dataclass(holder)
 
 
 def launch(launcher: str, *args: Any) -> Any:

@@ -1,0 +1,183 @@
+"""The Triton kernel of `decode_linear`: up to three 4-bit matrices and LoRA's A in one launch.
+
+A program takes a tile of a matrix's outputs and one part of K, and all rows of x. Weights go from memory to where the
+tensor cores read them, four to a word, and are looked up there: the words' tile [outputs, 16] is a block of 64 inputs,
+whose weights 4j + i for each i are multiplied with the inputs 4j + i, that lie together in nibble order. The block's
+product is scaled by its absmax in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_kit.kernels.decode_linear import MOST_WEIGHTS, DecodeGroup, Nf4
+from grpo_kit.kernels.decode_parts import BLOCK, Parts
+from grpo_kit.kernels.nf4_lookup import VALUES, byte_tables, ptx
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program computes, and with how much: rows of x × outputs of a matrix; blocks on their way or in use."""
+
+    rows: int
+    outputs: int
+    warps: int
+    stages: int
+
+
+TILES = (Tile(8, 64, 2, 3), Tile(16, 64, 2, 4), Tile(32, 128, 4, 3), Tile(64, 128, 4, 3))
+LOW_OUTPUTS = tl.constexpr(16)  # of LoRA's A, in 16 bits: as many bytes as 64 outputs in 4 bits
+WARPS_PER_MULTIPROCESSOR = 13  # fewer leave memory idle, more parts cost too much to add up
+MOST_PARTS, SHORTEST = 16, 4  # parts, and blocks of one
+MULTIPROCESSORS = 132  # where there is no GPU to ask
+
+
+def multiply(x: Tensor, group: DecodeGroup) -> Parts:
+    """Parts, as `decode_linear` has them; 4-bit weights and at most 64 rows."""
+    tile = next(tile for tile in TILES if len(x) <= tile.rows)
+    parts = parts_of_a_product(_tiles(group, tile) * tile.warps, group.inner // BLOCK, _multiprocessors(x.device))
+    return multiply_in_parts(x, group, parts, tile)
+
+
+def multiply_in_parts(x: Tensor, group: DecodeGroup, parts: int, tile: Tile) -> Parts:
+    """The same with K cut into `parts`, each of one block at least."""
+    weights = [weight for weight in group.weights if isinstance(weight, Nf4)]
+    lack = MOST_WEIGHTS - len(weights)
+    weights += weights[:1] * lack  # of which the kernel takes no outputs
+    width = sum(group.sizes) + len(group.sizes) * group.rank
+    sums = torch.empty(parts, len(x), width, dtype=torch.float32, device=x.device)
+    by_ptx = x.is_cuda and x.dtype != torch.float32
+    _multiply[(_tiles(group, tile), parts)](
+        x, *(weight.words for weight in weights), *(weight.absmax for weight in weights),
+        None if group.lora_a is None else group.lora_a.contiguous(), _table(x.device, x.dtype, by_ptx), sums,
+        len(x), *group.sizes, *[0] * lack, width, group.inner // BLOCK,
+        PTX=ptx(x.dtype) if by_ptx else None, ROWS=tile.rows, OUTPUTS=tile.outputs, STAGES=tile.stages,
+        num_warps=tile.warps,
+    )  # fmt: skip
+    return group.unfinished(sums, x.dtype)
+
+
+def parts_of_a_product(warps: int, blocks: int, multiprocessors: int) -> int:
+    """Into how many parts K, of so many blocks, is cut; `warps`: of all the programs of one part."""
+    to_fill_all = round(multiprocessors * WARPS_PER_MULTIPROCESSOR / warps)
+    return max(1, min(to_fill_all, MOST_PARTS, blocks // SHORTEST))
+
+
+def _tiles(group: DecodeGroup, tile: Tile) -> int:
+    """Programs of one part."""
+    low = triton.cdiv(len(group.sizes) * group.rank, LOW_OUTPUTS.value)
+    return sum(triton.cdiv(size, tile.outputs) for size in group.sizes) + low
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
+
+
+@cache
+def _table(device: torch.device, dtype: torch.dtype, by_ptx: bool) -> Tensor:
+    """[8, 16] int32 of equal columns for the PTX; otherwise the 16 values in `dtype`.
+
+    Columns, since a thread then holds them like any other tensor: the compiler copies a register anew for each byte
+    permute if it knows it to be a constant, or the same in all threads.
+    """
+    if by_ptx:
+        return byte_tables(dtype)[:, None].expand(-1, 16).contiguous().to(device)
+    return torch.tensor(VALUES, dtype=dtype).to(device)
+
+
+# One compilation for all sizes: row strides are written so that their alignment shows without.
+@triton.jit(do_not_specialize=["rows", "size0", "size1", "size2", "width", "blocks"])
+def _multiply(
+    x, words0, words1, words2, absmax0, absmax1, absmax2, lora_a, table, sums,
+    rows, size0, size1, size2, width, blocks,
+    PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """size0..2: outputs of each matrix, 0 if there is none; width: of `sums`; blocks: K / 64; PTX None: plain loads."""
+    tile, part = tl.program_id(0), tl.program_id(1)
+    first = part * blocks // tl.num_programs(1)
+    last = (part + 1) * blocks // tl.num_programs(1)
+    row = tl.arange(0, ROWS)
+    # Rows and outputs beyond the last are the last one again: loads need no mask.
+    x_row = x + tl.minimum(row, rows - 1)[None, :] * (blocks * 64)  # [1, ROWS]
+
+    start1 = tl.cdiv(size0, OUTPUTS)  # the first tile of each matrix
+    start2 = start1 + tl.cdiv(size1, OUTPUTS)
+    start_low = start2 + tl.cdiv(size2, OUTPUTS)
+    if tile < start_low:
+        words, absmax, size, start, column = words0, absmax0, size0, tile * 0, tile * 0
+        if tile >= start1:
+            words, absmax, size, start, column = words1, absmax1, size1, start1, size0
+        if tile >= start2:
+            words, absmax, size, start, column = words2, absmax2, size2, start2, size0 + size1
+        n = (tile - start) * OUTPUTS + tl.arange(0, OUTPUTS)
+        inside = tl.minimum(n, size - 1).to(tl.int64)
+        product = _nf4_product(
+            words + inside[:, None] * (blocks * 16), absmax + inside * blocks, x_row, table, first, last,
+            PTX, ROWS, OUTPUTS, STAGES,
+        )  # fmt: skip
+        _store(sums, product, part, row, column + n, rows, n < size, width)
+    elif lora_a is not None:
+        outputs = size0 + size1 + size2
+        low = (tile - start_low) * LOW_OUTPUTS + tl.arange(0, LOW_OUTPUTS)
+        low_inside = tl.minimum(low, width - outputs - 1)
+        low_product = _dense_product(lora_a + low_inside[:, None] * (blocks * 64), x_row, first, last, ROWS, STAGES)
+        _store(sums, low_product, part, row, outputs + low, rows, outputs + low < width, width)
+
+
+@triton.jit
+def _nf4_product(
+    words, absmax, x, table, first, last,
+    PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """[OUTPUTS, ROWS] of the blocks first..last-1. words [OUTPUTS, 1], absmax [OUTPUTS], x [1, ROWS]: their rows."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    j = tl.arange(0, 16)
+    if PTX is not None:
+        same = table + j[None, :]
+        t0, t1, t2, t3 = tl.load(same), tl.load(same + 16), tl.load(same + 32), tl.load(same + 48)
+        t4, t5, t6, t7 = tl.load(same + 64), tl.load(same + 80), tl.load(same + 96), tl.load(same + 112)
+    words += j[None, :]
+    x += j[:, None]
+    total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
+    for i in tl.range(first, last, num_stages=STAGES):
+        word = tl.load(words + i * 16)
+        scale = tl.load(absmax + i)
+        if PTX is not None:
+            w0, w1, w2, w3 = tl.inline_asm_elementwise(
+                PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [word, t0, t1, t2, t3, t4, t5, t6, t7],
+                dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=2,
+            )  # fmt: skip
+            w0, w1 = w0.to(dtype, bitcast=True), w1.to(dtype, bitcast=True)
+            w2, w3 = w2.to(dtype, bitcast=True), w3.to(dtype, bitcast=True)
+        else:
+            w0, w1 = tl.load(table + (word >> 4 & 15)), tl.load(table + (word & 15))
+            w2, w3 = tl.load(table + (word >> 12 & 15)), tl.load(table + (word >> 8 & 15))
+        block = tl.dot(w0, tl.load(x + i * 64), input_precision="ieee")
+        block = tl.dot(w1, tl.load(x + i * 64 + 16), block, input_precision="ieee")
+        block = tl.dot(w2, tl.load(x + i * 64 + 32), block, input_precision="ieee")
+        block = tl.dot(w3, tl.load(x + i * 64 + 48), block, input_precision="ieee")
+        total += block * scale[:, None]
+    return total
+
+
+@triton.jit
+def _dense_product(a, x, first, last, ROWS: tl.constexpr, STAGES: tl.constexpr):
+    """[LOW_OUTPUTS, ROWS]: the same with rows a [LOW_OUTPUTS, 1] of x's dtype and order."""
+    k = tl.arange(0, 64)
+    total = tl.zeros((LOW_OUTPUTS, ROWS), dtype=tl.float32)
+    for i in tl.range(first, last, num_stages=STAGES):
+        some = tl.load(a + k[None, :] + i * 64)
+        total = tl.dot(some, tl.load(x + k[:, None] + i * 64), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _store(sums, product, part, row, column, rows, real, width):
+    place = sums + (part * rows + row).to(tl.int64)[None, :] * width + column[:, None]
+    tl.store(place, product, mask=real[:, None] & (row < rows)[None, :])
