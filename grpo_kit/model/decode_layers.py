@@ -1,4 +1,4 @@
-"""The decoder as the native engine's fused token step takes it: frozen weights as they lie, LoRA as it was last lowered.
+"""The decoder as the native engine's fused token step takes it: frozen weights as they lie, LoRA in the compute format.
 
 Where the layers are known is `trunk`'s to say; what a step does with them is in `rollout/native/fused_step.py`.
 """
@@ -18,20 +18,25 @@ from grpo_kit.kernels.decode_parts import BLOCK
 from grpo_kit.model.frozen import block_scales, frozen_linear, lora_of
 from grpo_kit.model.precision import Precision
 from grpo_kit.model.trunk import projections, read_layer, why_not_fused
+from grpo_kit.rollout import NativeEngine
 from grpo_kit.rollout.native.cache import SlotCache, columns_for
 from grpo_kit.rollout.native.fused_step import DecodeLayer, DecodeWeights, FusedStep
 
 
-def step_maker(
-    module: Any, precision: Precision, max_seq_length: int
-) -> tuple[Callable[[SlotCache], FusedStep | None] | None, str]:
-    """What makes the token steps of `NativeEngine`, or None where those of transformers' modules serve; and why."""
-    if precision.device.type != "cuda":
-        return None, "the fused one is made for a GPU"
-    obstacle = why_not_fused_step(module, columns_for(max_seq_length))
+def step_for(
+    engine: str, module: Any, precision: Precision, max_seq_length: int, notes: list[tuple[str, str, str]]
+) -> Callable[[SlotCache], FusedStep | None] | None:
+    """What makes the token steps of an engine of this name; None where transformers' modules serve. The native engine's
+    choice goes into `notes`, with the reason."""
+    if engine != NativeEngine.name:
+        return None
+    on_gpu = precision.device.type == "cuda"
+    obstacle = why_not_fused_step(module, columns_for(max_seq_length)) if on_gpu else "the fused one is for a GPU"
     if obstacle:
-        return None, obstacle
-    return partial(fused_step, module), "this family's layers are known"
+        notes.append(("token step", "by transformers' modules", obstacle))
+        return None
+    notes.append(("token step", "fused", "this family's layers are known"))
+    return partial(fused_step, module)
 
 
 def fused_step(module: Any, cache: SlotCache) -> FusedStep | None:
@@ -57,7 +62,7 @@ def why_not_fused_step(module: Any, columns: int) -> str | None:
     dtype = decoder.embed_tokens.weight.dtype
     if dtype not in _dtypes(decoder.embed_tokens.weight.device):
         return f"it computes in {dtype}"
-    if type(head) is not torch.nn.Linear or head.bias is not None:
+    if type(head) is not torch.nn.Linear or getattr(head, "bias", None) is not None:
         return "its output head is more than a matrix"
     others = {weight.dtype for weight in (head.weight, decoder.norm.weight, *_norms(decoder))} - {dtype}
     if others:
@@ -157,9 +162,8 @@ def _weight(base: Any) -> Nf4 | Tensor:
 
 def _why_not_group(modules: tuple[Any, ...], dtype: torch.dtype) -> str | None:
     bases = [_base(module) for module in modules]
-    if any(base.in_features % BLOCK for base in bases) or (len(bases) == 2 and bases[0].out_features % BLOCK):
-        sizes = sorted({base.in_features for base in bases} | {base.out_features for base in bases})
-        return f"one of its layers' sizes ({', '.join(map(str, sizes))}) is no multiple of {BLOCK}"
+    if bases[0].in_features % BLOCK:
+        return f"one of its layers has {bases[0].in_features} inputs, not a multiple of {BLOCK}"
     if len({tuple(factors[0].shape[:1]) if (factors := lora_of(module)) else () for module in modules}) > 1:
         return "its adapter's ranks differ among layers that share an input"
     reasons = (_why_not_weight(base, dtype) for base in bases)

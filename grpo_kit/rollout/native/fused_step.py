@@ -1,4 +1,4 @@
-"""A token step of a decoder with layers of the Llama kind, by the decode kernels: few launches, 4-bit weights read once.
+"""A token step of a decoder with layers of the Llama kind, by the decode kernels: few launches, weights as stored.
 
 It is handed the layers' weights as they lie and knows no modules (see `model/decode_layers.py`). It has no sliding
 window: every row sees all of its columns.

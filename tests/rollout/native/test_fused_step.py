@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit
 from peft import PeftModel
 from torch import Tensor
 
@@ -60,6 +62,42 @@ def test_logits_and_cache_are_those_of_the_modules(architecture: str, four_bit: 
         assert_close(two_steps(made(module, ours), length), two_steps(ModuleStep(module, theirs), length))
         for found, expected in zip((*ours.keys, *ours.values), (*theirs.keys, *theirs.values), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def assert_as_exact_as_the_modules(architecture: str, four_bit: bool, dtype: torch.dtype, device: str) -> None:
+    """Both round to 16 bits at places of their own; what is exact is the same model in float64."""
+    module = wide(architecture, four_bit, dtype=dtype, device=device)
+    exact_module = in_float64(module, wide(architecture, dtype=torch.float64, device=device))
+    exact = two_steps(ModuleStep(exact_module, filled(exact_module)), 128, device)
+    plain = two_steps(ModuleStep(module, filled(module)), 128, device)
+    fused = two_steps(made(module, filled(module)), 128, device)
+    assert fused.dtype == plain.dtype == dtype
+    rounding = (plain.double() - exact).norm()
+    assert rounding <= 10 * torch.finfo(dtype).eps * exact.norm()
+    assert (fused.double() - exact).norm() <= 2 * rounding
+
+
+def in_float64(source: PeftModel, target: PeftModel) -> PeftModel:
+    """`target` with the weights of `source`, 4-bit ones as their values times their scales."""
+    weights = dict(target.named_parameters())
+    for name, weight in source.named_parameters():
+        state = getattr(weight, "quant_state", None)
+        exact = weight if state is None else dequantize_4bit(weight.data, state_in_float32(state))
+        weights[name].copy_(exact)
+    return target
+
+
+def state_in_float32(state: Any) -> Any:
+    state = copy(state)
+    state.dtype = torch.float32
+    return state
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", FUSED)
+def test_16_bits_are_as_exact_as_the_modules(architecture: str, dtype: torch.dtype) -> None:
+    assert_as_exact_as_the_modules(architecture, True, dtype, "cpu")
 
 
 @torch.no_grad()
