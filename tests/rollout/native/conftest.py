@@ -44,10 +44,11 @@ def wide(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     double_quant: bool = False,
-    learned: bool = True,
+    learned: float = 0.3,
     **config: Any,
 ) -> PeftModel:
-    """A model of WIDE's size with an adapter of scale 1.5. Norms and biases are not those of a fresh model."""
+    """A model of WIDE's size with an adapter of scale 1.5, whose weights are fresh (0) or of size `learned`. Norms and
+    biases are not those of a fresh model."""
     module = tiny(architecture, dtype, **{**WIDE, **FUSED[architecture], **config}).to(device)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -63,7 +64,7 @@ def wide(
         module.is_loaded_in_4bit = True  # what peft asks
     adapted = add_lora(module, rank=4, alpha=6, seed=0)
     if learned:
-        learn(adapted)
+        learn(adapted, learned)
     return adapted
 
 
@@ -79,11 +80,11 @@ def in_nf4(linear: torch.nn.Linear, double_quant: bool = False, kind: str = "nf4
 
 
 @torch.no_grad()
-def learn(module: PeftModel) -> None:
-    """Give the adapter an effect, in place as an optimizer does."""
+def learn(module: PeftModel, size: float = 0.3) -> None:
+    """Give the adapter an effect, in place as an optimizer does. It is as large as the model's own at 0.3."""
     generator = torch.Generator().manual_seed(2)
     for weight in lora_parameters(module).values():
-        weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
+        weight.copy_(size * torch.randn(weight.shape, generator=generator))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from copy import copy
 from functools import partial
 from typing import Any
@@ -65,8 +67,11 @@ def test_logits_and_cache_are_those_of_the_modules(architecture: str, four_bit: 
 
 
 def assert_as_exact_as_the_modules(architecture: str, four_bit: bool, dtype: torch.dtype, device: str) -> None:
-    """Both round to 16 bits at places of their own; what is exact is the same model in float64."""
-    module = wide(architecture, four_bit, dtype=dtype, device=device)
+    """Both round to 16 bits at places of their own; what is exact is the same model in float64.
+
+    The adapter is small beside the model, as trained ones are: peft multiplies by it in float32, the step in 16 bits.
+    """
+    module = wide(architecture, four_bit, dtype=dtype, device=device, learned=0.05)
     exact_module = in_float64(module, wide(architecture, dtype=torch.float64, device=device))
     exact = two_steps(ModuleStep(exact_module, filled(exact_module)), 128, device)
     plain = two_steps(ModuleStep(module, filled(module)), 128, device)
@@ -74,7 +79,7 @@ def assert_as_exact_as_the_modules(architecture: str, four_bit: bool, dtype: tor
     assert fused.dtype == plain.dtype == dtype
     rounding = (plain.double() - exact).norm()
     assert rounding <= 10 * torch.finfo(dtype).eps * exact.norm()
-    assert (fused.double() - exact).norm() <= 2 * rounding
+    assert (fused.double() - exact).norm() <= 1.5 * rounding
 
 
 def in_float64(source: PeftModel, target: PeftModel) -> PeftModel:
@@ -95,9 +100,9 @@ def state_in_float32(state: Any) -> Any:
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("architecture", FUSED)
-def test_16_bits_are_as_exact_as_the_modules(architecture: str, dtype: torch.dtype) -> None:
-    assert_as_exact_as_the_modules(architecture, True, dtype, "cpu")
+@pytest.mark.parametrize("four_bit", [False, True])
+def test_16_bits_are_as_exact_as_the_modules(four_bit: bool, dtype: torch.dtype) -> None:
+    assert_as_exact_as_the_modules("qwen3", four_bit, dtype, "cpu")
 
 
 @torch.no_grad()
@@ -121,7 +126,7 @@ def test_a_switched_off_adapter_is_not_seen(four_bit: bool) -> None:
 
 @torch.no_grad()
 def test_what_was_trained_is_seen_after_a_refresh_in_the_same_tensors() -> None:
-    module = wide("llama", learned=False)
+    module = wide("llama", learned=0)
     cache = filled(module)
     step = made(module, cache)
     fresh = two_steps(step, 128)
@@ -158,7 +163,7 @@ def test_the_engine_draws_what_the_plain_one_draws(architecture: str, four_bit: 
 
 
 def test_the_engine_samples_with_the_adapter_of_the_moment() -> None:
-    module = wide("llama", learned=False)
+    module = wide("llama", learned=0)
     native, plain = engines(module)
     greedy = Sampling(max_tokens=24, temperature=0.0)
     fresh = drawn(native, greedy)
@@ -169,3 +174,19 @@ def test_the_engine_samples_with_the_adapter_of_the_moment() -> None:
         assert drawn(native, greedy) == fresh
     assert drawn(native, greedy) == learned
     assert len(native._idle) == 2  # one with the adapter, one without
+
+
+def test_release_gives_its_tensors_back() -> None:
+    native, _ = engines(wide("llama"))
+    drawn(native, Sampling(max_tokens=4))
+    step = native._idle[0].step
+    assert isinstance(step, FusedStep)
+    held = [weakref.ref(layer.qkv.lora_a) for layer in step.weights.layers if layer.qkv.lora_a is not None]
+    del step
+    assert len(held) == 2
+    gc.disable()  # it must not take the garbage collector
+    try:
+        native.release()
+        assert all(tensor() is None for tensor in held)
+    finally:
+        gc.enable()
