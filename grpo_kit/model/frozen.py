@@ -37,9 +37,16 @@ def dense_weight(base: Any) -> Tensor:
         plain: Tensor = weight.detach()
         return plain
     # The operation below bitsandbytes' `dequantize_4bit`, spared its checks: a layer asks about twenty times a step.
-    absmax = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
-    dense = _dequantize(weight.detach(), absmax, state.blocksize, state.quant_type, state.shape, state.dtype)
+    dense = _dequantize(
+        weight.detach(), block_scales(state), state.blocksize, state.quant_type, state.shape, state.dtype
+    )
     return dense.to(base.compute_dtype)
+
+
+def block_scales(state: Any) -> Tensor:
+    """The largest magnitude of each block of a 4-bit weight, in float32; where these are quantized too, made anew."""
+    scales: Tensor = state.absmax
+    return dequantize_blockwise(scales, state.state2) + state.offset if state.nested else scales
 
 
 def lora_of(module: Any) -> tuple[Tensor, ...]:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from grpo_kit.model.chat import Chat
+from grpo_kit.model.decode_layers import step_for
 from grpo_kit.model.lora import add_lora
 from grpo_kit.model.model import LoadOptions, Model
 from grpo_kit.model.precision import Precision, choose_precision
@@ -139,7 +140,8 @@ def _build(options: LoadOptions, path: str, found: str, config: Any) -> Model:
     notes.append(
         ("adapter", f"LoRA rank {options.lora_rank}, {adapter / 1e6:.1f} M weights in float32", "all linear layers")
     )
-    engine = make_engine(name, adapted, eos_ids=chat.eos_ids, decode=chat.decode)
+    fused = step_for(name, adapted, precision, options.max_seq_length, notes)
+    engine = make_engine(name, adapted, eos_ids=chat.eos_ids, decode=chat.decode, fused=fused)
     return Model(adapted, chat, engine, precision, options, notes)
 
 

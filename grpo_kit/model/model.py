@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from grpo_kit.kernels import Offload, Packed, gather, linear_logprob
 from grpo_kit.model.chat import Chat, Prompt
+from grpo_kit.model.decode_layers import step_for
 from grpo_kit.model.lock import ModelLock
 from grpo_kit.model.lora import lora_parameters, reset_lora, save_lora
 from grpo_kit.model.memory_plan import MemoryPlan, memory_plan
@@ -229,10 +230,12 @@ class Model:
         """
         if self.engine.name == name:
             return
-        engine = make_engine(name, self.module, eos_ids=self.chat.eos_ids, decode=self.chat.decode)
+        notes = [("engine now", name, reason)]
+        fused = step_for(name, self.module, self.precision, self.max_seq_length, notes)
+        engine = make_engine(name, self.module, eos_ids=self.chat.eos_ids, decode=self.chat.decode, fused=fused)
         self.engine.release()
         self.engine = engine
-        self.notes.append(("engine now", name, reason))
+        self.notes += notes
 
     @property
     def module(self) -> PeftModel:

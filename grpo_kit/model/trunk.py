@@ -117,7 +117,7 @@ def why_not_fused(decoder: Any, max_seq_length: int) -> str | None:
     if len(kinds) != 1 or not kinds <= set(LAYERS):
         return f"{', '.join(sorted(kinds)) or type(decoder).__name__} is run as transformers has it"
     config = decoder.config
-    if not all(is_readable(module) for layer in layers for module in _linear_layers(layer)):
+    if not all(is_readable(module) for layer in layers for group in projections(layer) for module in group):
         return "its weights are quantized in a way that only transformers reads"
     if layers[0].self_attn.head_dim % 8 or layers[0].self_attn.head_dim > 256:
         return f"fused attention has no kernel for heads of width {layers[0].self_attn.head_dim}"
@@ -125,7 +125,7 @@ def why_not_fused(decoder: Any, max_seq_length: int) -> str | None:
         return f"its activation is {config.hidden_act}, not SiLU"
     windows = [window for layer in layers if (window := _window(layer, config)) is not None]
     if windows and min(windows) < max_seq_length:
-        return f"its attention sees {min(windows)} tokens back, max_seq_length is {max_seq_length}"
+        return f"its attention sees {min(windows)} tokens back, not all of up to {max_seq_length}"
     return None
 
 
@@ -137,25 +137,31 @@ def _window(layer: Any, config: Any) -> int | None:
     return window
 
 
-def _linear_layers(layer: Any) -> list[Any]:
+def projections(layer: Any) -> tuple[tuple[Any, ...], ...]:
+    """A layer's linear layers, in the groups that share an input: q, k and v; o; gate and up; down."""
     attention, mlp = layer.self_attn, layer.mlp
-    own = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-    return [*own, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    return (
+        (attention.q_proj, attention.k_proj, attention.v_proj),
+        (attention.o_proj,),
+        (mlp.gate_proj, mlp.up_proj),
+        (mlp.down_proj,),
+    )
 
 
 def read_layer(layer: Any) -> DecoderLayer:
     """Where transformers and peft keep a layer's weights, at this moment; nothing is copied."""
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
     query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    qkv, out, gate_up, down = (_group(*modules) for modules in projections(layer))
     return DecoderLayer(
         attention_norm=layer.input_layernorm.weight,
         mlp_norm=layer.post_attention_layernorm.weight,
         query_norm=None if query_norm is None else query_norm.weight,
         key_norm=None if key_norm is None else key_norm.weight,
-        qkv=_group(attention.q_proj, attention.k_proj, attention.v_proj),
-        out=_group(attention.o_proj),
-        gate_up=_group(mlp.gate_proj, mlp.up_proj),
-        down=_group(mlp.down_proj),
+        qkv=qkv,
+        out=out,
+        gate_up=gate_up,
+        down=down,
         head_dim=attention.head_dim,
         scale=attention.scaling,
         eps=layer.input_layernorm.variance_epsilon,

@@ -8,7 +8,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from grpo_kit.rollout.engine import Engine
-from grpo_kit.rollout.native import NativeEngine
+from grpo_kit.rollout.native import NativeEngine, SlotCache, TokenStep
 from grpo_kit.rollout.transformers_engine import TransformersEngine
 
 ENGINES = ("auto", "native", "transformers")
@@ -50,11 +50,13 @@ def make_engine(
     *,
     eos_ids: Collection[int],
     decode: Callable[[list[int]], str],
+    fused: Callable[[SlotCache], TokenStep | None] | None = None,
 ) -> Engine:
-    """The engine that `choose_engine` named. Raises ValueError for one there is not."""
-    kinds: dict[str, type[NativeEngine] | type[TransformersEngine]] = {
-        kind.name: kind for kind in (NativeEngine, TransformersEngine)
-    }
-    if name not in kinds:
-        raise ValueError(f"there is no engine {name!r} to be made; there are {', '.join(kinds)}")
-    return kinds[name](module, eos_ids=eos_ids, decode=decode)
+    """The engine that `choose_engine` named; `fused` is for the native one. Raises ValueError for one there is not."""
+    if name == NativeEngine.name:
+        return NativeEngine(module, eos_ids=eos_ids, decode=decode, fused=fused)
+    if name == TransformersEngine.name:
+        return TransformersEngine(module, eos_ids=eos_ids, decode=decode)
+    raise ValueError(
+        f"there is no engine {name!r} to be made; there are {NativeEngine.name}, {TransformersEngine.name}"
+    )

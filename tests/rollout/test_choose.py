@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_kit.rollout import check_engine, choose_engine
+from grpo_kit.rollout import check_engine, choose_engine, make_engine
 
 
 def nothing() -> None:
@@ -46,3 +46,8 @@ def test_an_engine_that_cannot_run_the_model_is_an_error_where_it_was_asked_for(
 def test_an_engine_there_is_not_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"unknown engine 'vlm'; there are auto, native, transformers"):
         check_engine("vlm")
+
+
+def test_an_engine_there_is_not_cannot_be_made() -> None:
+    with pytest.raises(ValueError, match="no engine 'vlm' to be made; there are native, transformers"):
+        make_engine("vlm", None, eos_ids=(), decode=str)  # type: ignore[arg-type]

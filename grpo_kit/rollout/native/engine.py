@@ -33,7 +33,8 @@ class NativeEngine:
     """See `Engine`. `module` is a causal language model (a peft one too), `decode` turns ids into text without
     special tokens.
 
-    fused:       makes a faster token step for a cache (see `ModuleStep` for what a step is), or None where it can't.
+    fused:       makes a faster token step than `ModuleStep` for a cache, or None where it can't. It is asked anew
+                 when the adapter is switched on or off, or weights move.
     cache_bytes: the most that keys and values may take; half of the GPU's free memory, or 1 GB on a CPU, if not given.
 
     Raises ValueError if the module is of a kind that this engine can't run (see `support.why_not`).
@@ -125,8 +126,8 @@ class NativeEngine:
                 f"{max(self._limit(), 0) / 1e6:.1f} MB: lower the length of the completions or of the prompts"
             )
         cache = SlotCache(self.shape, slots, columns)
-        self._taken_bytes += cache.bytes
         step = self.fused(cache) if self.fused is not None else None
+        self._taken_bytes += cache.bytes  # no sooner: a step whose weights find no memory leaves no session behind
         return Session(cache, step or ModuleStep(self.module, cache), self.eos_ids, key)
 
     def _limit(self) -> int:

@@ -16,8 +16,7 @@ from grpo_kit.rollout.native.cache import SlotCache
 
 
 class ModuleStep:
-    """logits [B, V] = step(token_ids [B], positions [B], length): token b is written at column positions[b] of slot b
-    and sees columns 0..positions[b], all of them below `length`."""
+    """See `TokenStep`."""
 
     def __init__(self, module: Any, cache: SlotCache):
         self.module, self.shape = module, cache.shape
@@ -27,6 +26,9 @@ class ModuleStep:
         self.places = torch.arange(max(cache.slots, cache.columns), device=cache.shape.device)
         self.layers = [_Slots(keys, values, self.places) for keys, values in zip(cache.keys, cache.values, strict=True)]
         self.view = Cache(layers=list(self.layers))
+
+    def refresh(self) -> None:
+        """Nothing to do: the modules' weights are those trained."""
 
     def __call__(self, token_ids: Tensor, positions: Tensor, length: int) -> Tensor:
         for layer in self.layers:

@@ -5,8 +5,9 @@ Nothing here waits for the device. What was drawn comes back as a `Report`, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +18,18 @@ from grpo_kit.rollout.native.graphs import Graphs
 from grpo_kit.rollout.native.prefill import Prefilled
 from grpo_kit.rollout.native.sampler import Cuts, choose
 
-TokenStep = Callable[[Tensor, Tensor, int], Tensor]
 LENGTH_STEP = 256
+
+
+class TokenStep(Protocol):
+    """One token for each row of a bucket of B ≤ slots rows."""
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, length: int, /) -> Tensor:
+        """Logits [B, V]. token_ids, positions [B] int64: token b is written at column positions[b] of slot b and sees
+        columns 0..positions[b], all of them below `length`. Must not wait for the device: a CUDA graph holds it."""
+
+    def refresh(self) -> None:
+        """Take over what was trained since, in place. Called at the start of each `generate`, outside of graphs."""
 
 
 @dataclass
@@ -39,7 +50,7 @@ class Report:
 class Session:
     """State of `cache.slots` slots. A slot whose row has finished computes token 0 at position 0, which nobody reads.
 
-    step: see `ModuleStep`. key: what the captured graphs depend on besides the cache (see `engine.weights_key`).
+    key: what the captured graphs depend on besides the cache (see `engine.weights_key`).
     """
 
     def __init__(self, cache: SlotCache, step: TokenStep, eos_ids: Collection[int], key: Hashable):
@@ -60,7 +71,8 @@ class Session:
         self.cuts = Cuts.of(Sampling(max_tokens=1))
 
     def open(self, sampling: Sampling) -> None:
-        """Begin a call: all slots are free."""
+        """Begin a call: all slots are free, and the step computes with the adapter of this moment."""
+        self.step.refresh()
         self.cuts = Cuts.of(sampling)
         self.temperature.fill_(sampling.temperature or 1.0)
         self.max_tokens.fill_(sampling.max_tokens)

@@ -6,6 +6,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -110,17 +111,13 @@ def test_buckets_shrink_as_rows_end(load: Load) -> None:
     native, plain = both(load("qwen3", torch.float64), ENDS)
     buckets: list[int] = []
 
-    def recorded(cache: Any) -> Any:
-        step = ModuleStep(native.module, cache)
-
-        def run(tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+    class Recorded(ModuleStep):
+        def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
             assert positions.max() < length
             buckets.append(len(tokens))
-            return step(tokens, positions, length)
+            return super().__call__(tokens, positions, length)
 
-        return run
-
-    native.fused = recorded
+    native.fused = partial(Recorded, native.module)
     sampling = Sampling(max_tokens=60, seed=5)
     assert_same(native.generate(PROMPTS, sampling, n=6), plain.generate(PROMPTS, sampling, n=6))
     assert buckets[0] == 32 and buckets == sorted(buckets, reverse=True) and len(set(buckets)) > 3
@@ -281,6 +278,28 @@ def test_a_session_is_used_again_where_it_fits(load: Load) -> None:
     assert len(native._idle) == 1  # the shorter one was of no more use
 
 
+def test_a_step_is_refreshed_at_the_start_of_each_call_and_made_anew_without_the_adapter(load: Load) -> None:
+    module = add_lora(tiny("llama"), rank=4, alpha=8, seed=0)
+    native, _ = both(module)
+    happened: list[str] = []
+
+    class Recorded(ModuleStep):
+        def __init__(self, *arguments: Any):
+            super().__init__(*arguments)
+            happened.append("made")
+
+        def refresh(self) -> None:
+            happened.append("refreshed")
+
+    native.fused = partial(Recorded, module)
+    for _ in range(2):
+        native.generate(PROMPTS, Sampling(max_tokens=4))
+    with module.disable_adapter():
+        native.generate(PROMPTS, Sampling(max_tokens=4))
+    native.generate(PROMPTS, Sampling(max_tokens=4))
+    assert happened == ["made", "refreshed", "refreshed", "made", "refreshed", "refreshed"]
+
+
 def test_release_gives_everything_back_and_sampling_works_on(load: Load) -> None:
     native, _ = both(load("llama"))
     sampling = Sampling(max_tokens=6, seed=1)
@@ -310,12 +329,13 @@ def test_running_out_of_memory_releases_everything_and_says_so(load: Load) -> No
     native, plain = both(load("llama"))
     caches: list[Any] = []
 
-    def too_large(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+    class TooLarge(ModuleStep):
+        def __call__(self, *_: Any) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-    def fused(cache: Any) -> Any:
+    def fused(cache: Any) -> ModuleStep:
         caches.append(weakref.ref(cache))
-        return too_large
+        return TooLarge(native.module, cache)
 
     native.fused = fused
     with pytest.raises(torch.OutOfMemoryError, match=r"to sample 8 completions .* need less \(CUDA out of memory"):

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from grpo_kit.model.lora import add_lora
+from grpo_kit.model.decode_layers import fused_step
+from grpo_kit.model.lora import add_lora, lora_parameters
 from grpo_kit.rollout import Completion, NativeEngine, Sampling, TransformersEngine
-from tests.rollout.native.conftest import tiny
+from grpo_kit.rollout.native.cache import SlotCache
+from grpo_kit.rollout.native.fused_step import FusedStep
+from grpo_kit.rollout.native.graphs import Graphs
+from grpo_kit.rollout.native.support import examine
+from tests.rollout.native.conftest import FUSED, learn, tiny, wide
+from tests.rollout.native.test_fused_step import ROWS, assert_as_exact_as_the_modules, assert_close, made
 from tests.tiny import ARCHITECTURES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -95,3 +102,53 @@ def test_release_gives_the_memory_back() -> None:
     assert torch.cuda.memory_reserved() > before
     native.release()
     assert torch.cuda.memory_reserved() <= before
+
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("four_bit", [False, True])
+@pytest.mark.parametrize("architecture", FUSED)
+def test_fused_logits_are_as_exact_as_the_modules(architecture: str, four_bit: bool, dtype: torch.dtype) -> None:
+    assert_as_exact_as_the_modules(architecture, four_bit, dtype, "cuda")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("four_bit", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 70])
+def test_a_replayed_graph_is_the_fused_step(rows: int, four_bit: bool) -> None:
+    """Also after the adapter was trained and refreshed, and with tokens and positions of the moment."""
+    module = wide("qwen3", four_bit, dtype=torch.float16, device="cuda")
+    cache = SlotCache(examine(module), 128, 128)
+    step = made(module, cache)
+    tokens, positions = (torch.zeros(rows, dtype=torch.int64, device="cuda") for _ in range(2))
+    out = torch.zeros(rows, 259, dtype=torch.float16, device="cuda")
+    graphs = Graphs(cache.shape.device)
+    for turn in range(3):
+        tokens.copy_(torch.arange(rows) + turn)
+        positions.copy_(torch.arange(rows) % 60 + turn)
+        graphs.run("key", lambda: step(tokens, positions, 128), lambda: out.copy_(step(tokens, positions, 128)))
+        assert_close(out, step(tokens, positions, 128), 1e-3)
+        for weight in lora_parameters(module).values():
+            weight.mul_(0.9)
+        step.refresh()
+    graphs.close()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("four_bit", [False, True])
+def test_the_engine_samples_by_the_fused_step(four_bit: bool, dtype: torch.dtype) -> None:
+    module = wide("llama", four_bit, dtype=dtype, device="cuda", learned=0)
+    native = NativeEngine(module, eos_ids=ENDS, decode=str, fused=partial(fused_step, module))
+    greedy = Sampling(max_tokens=40, temperature=0.0)
+    fresh = tokens_of(native.generate(ROWS, greedy))
+    assert isinstance(native._idle[0].step, FusedStep) and native._idle[0].graphs._captured
+    assert tokens_of(native.generate(ROWS, greedy)) == fresh
+    learn(module)
+    learned = tokens_of(native.generate(ROWS, greedy))
+    assert learned != fresh
+    with module.disable_adapter():
+        assert tokens_of(native.generate(ROWS, greedy)) != learned
+    assert len(native.generate(ROWS, Sampling(max_tokens=30, seed=1), n=20)) == len(ROWS)
