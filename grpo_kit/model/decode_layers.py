@@ -15,6 +15,7 @@ from torch import Tensor
 from grpo_kit.kernels.decode_attention import LARGEST_GROUP
 from grpo_kit.kernels.decode_linear import DecodeGroup, Nf4
 from grpo_kit.kernels.decode_parts import BLOCK
+from grpo_kit.kernels.triton_ready import use_triton
 from grpo_kit.model.frozen import block_scales, frozen_linear, lora_of
 from grpo_kit.model.precision import Precision
 from grpo_kit.model.trunk import projections, read_layer, why_not_fused
@@ -59,9 +60,12 @@ def why_not_fused_step(module: Any, columns: int) -> str | None:
     obstacle = why_not_fused(decoder, columns)
     if obstacle:
         return obstacle
-    dtype = decoder.embed_tokens.weight.dtype
-    if dtype not in _dtypes(decoder.embed_tokens.weight.device):
+    embedding = decoder.embed_tokens.weight
+    dtype = embedding.dtype
+    if dtype not in _dtypes(embedding.device):
         return f"it computes in {dtype}"
+    if embedding.is_cuda and not use_triton(embedding):
+        return "its kernels need Triton, which cannot be imported"
     if type(head) is not torch.nn.Linear or getattr(head, "bias", None) is not None:
         return "its output head is more than a matrix"
     others = {weight.dtype for weight in (head.weight, decoder.norm.weight, *_norms(decoder))} - {dtype}
