@@ -91,6 +91,10 @@ class Engine(Protocol):
     def acquire(self) -> None:
         """Take the memory that only sampling needs; `generate` does it by itself."""
 
+    @property
+    def holds_memory(self) -> bool:
+        """Whether `release` has something to give back."""
+
     def release(self) -> None:
         """Give that memory back for the training phase."""
 

@@ -24,6 +24,7 @@ class TransformersEngine:
     special tokens."""
 
     name = "transformers"
+    holds_memory = False
 
     def __init__(
         self,

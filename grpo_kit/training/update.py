@@ -2,7 +2,7 @@
 
 Each pass over the batch is one optimizer step, however many micro-batches it takes; the loss weighs every sequence by
 the whole step, so cutting it differently changes nothing. A pass that runs out of memory is made again from its
-beginning with half the tokens to a micro-batch.
+beginning: without what the sampler holds if it holds anything, else with half the tokens to a micro-batch.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Updater:
         self.tell_budget: Callable[[int, int], None] = lambda before, after: None
         self._steps_lost = 0
         self._told_of_full_host = False
+        self._sampler_makes_room = False  # before every pass over a batch, once they did not fit side by side
 
     def set_learning_rate(self, value: float) -> None:
         self.learning_rate = value
@@ -156,8 +157,14 @@ class Updater:
     def _pass(self, work: Pass, pause_point: Callable[[], None], unwanted: Unwanted) -> None:
         """Make one pass over all micro-batches, from its beginning with smaller ones until memory suffices."""
         work.begin()
+        if self._sampler_makes_room:
+            self.model.engine.release()
         while not all(self._fitted(work, job, pause_point, unwanted) for job in work.jobs()):
-            self._shrink(work)
+            self._forget(work)
+            if self.model.engine.holds_memory:
+                self._take_from_sampler()
+            else:
+                self._shrink(work)
 
     def _fitted(
         self, work: Pass, job: Callable[[], object], pause_point: Callable[[], None], unwanted: Unwanted
@@ -175,7 +182,7 @@ class Updater:
             except PassGivenUp:
                 first_try = False
             except torch.OutOfMemoryError as error:
-                if not work.divisible:
+                if not work.divisible and not self.model.engine.holds_memory:
                     error.add_note(INDIVISIBLE)
                     raise
                 return False
@@ -188,12 +195,24 @@ class Updater:
                 f"{stayed / 1e9:.1f} GB of what backward needs found no room in the host's memory and stays on the GPU"
             )
 
-    def _shrink(self, work: Pass) -> None:
-        """Smaller micro-batches for the pass begun and for all that follow."""
+    def _take_from_sampler(self) -> None:
+        self.model.engine.release()
+        if not self._sampler_makes_room:
+            self._sampler_makes_room = True
+            self.troubles.append(
+                "Memory ran out while the sampler kept its cache for the next step. From now on it gives the cache back "
+                "before each update, which takes it a moment to make anew"
+            )
+
+    def _forget(self, work: Pass) -> None:
+        """Nothing is left of the pass begun."""
         work.forget()
         if self.model.precision.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
+
+    def _shrink(self, work: Pass) -> None:
+        """Smaller micro-batches for the pass begun and for all that follow."""
         before = self.trainee.budget
         work.shrink()
         self.trainee = work.trainee

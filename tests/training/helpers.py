@@ -89,6 +89,10 @@ class WatchedEngine:
     def acquire(self) -> None:
         self.engine.acquire()
 
+    @property
+    def holds_memory(self) -> bool:
+        return self.engine.holds_memory
+
     def release(self) -> None:
         self.engine.release()
 
@@ -99,6 +103,7 @@ class DrawnEngine:
     logprobs are not the model's. `before(asked)`, from 1, is called at each rollout."""
 
     name = "drawn"
+    holds_memory = False
 
     def __init__(self, tells: bool = False) -> None:
         self.tells = tells

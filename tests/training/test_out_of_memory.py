@@ -303,6 +303,41 @@ def test_a_single_sequence_that_is_too_large_is_an_error_that_says_so(trained, s
     assert step.updater.update(sequences, step.credit_for(ADVANTAGES), None, lambda: None)["grad_norm"] > 0
 
 
+class HoldingEngine(DrawnEngine):
+    """Keeps a cache that `take` brings back."""
+
+    def __init__(self):
+        super().__init__()
+        self.holds_memory, self.released = True, 0
+
+    def release(self):
+        self.released += self.holds_memory
+        self.holds_memory = False
+
+
+@pytest.mark.parametrize("budget", [TWO_OF_FOUR, EIGHT_OF_ONE])
+def test_what_the_sampler_holds_goes_before_micro_batches_become_smaller(trained, sequences, budget, monkeypatch):
+    whole = Step(trained, sequences, Memory(), budget)
+    engine = HoldingEngine()
+    monkeypatch.setattr(trained, "engine", engine)
+    step = Step(trained, sequences, Memory(2), budget)
+    assert_same_step(step, whole, close=0)
+    assert engine.released == 1 and not step.told
+    assert [text for text in step.updater.troubles if "gives the cache back" in text] == step.updater.troubles
+    engine.holds_memory = True
+    step.updater.update(sequences, step.credit_for(ADVANTAGES), None, lambda: None)
+    assert engine.released == 2, "before the update, not after it failed again"
+    assert len(step.updater.troubles) == 1, "it is told once"
+
+
+def test_a_single_sequence_is_too_large_only_without_the_samplers_cache(trained, sequences, monkeypatch):
+    engine = HoldingEngine()
+    monkeypatch.setattr(trained, "engine", engine)
+    with pytest.raises(torch.OutOfMemoryError):
+        Step(trained, sequences, Memory(rows=0), EIGHT_OF_ONE)
+    assert engine.released == 1
+
+
 def test_a_pair_is_never_parted(trained, sequences):
     with pytest.raises(torch.OutOfMemoryError):
         Step(trained, sequences, Memory(rows=1), TWO_OF_FOUR, algorithm="online_dpo")

@@ -64,6 +64,10 @@ class NativeEngine:
     def acquire(self) -> None:
         """Nothing to take in advance: `generate` takes what its prompts need."""
 
+    @property
+    def holds_memory(self) -> bool:
+        return bool(self._idle)
+
     def release(self) -> None:
         """Give back the caches and graphs of all calls that have ended."""
         if not self._idle:
