@@ -200,8 +200,8 @@ class Updater:
         if not self._sampler_makes_room:
             self._sampler_makes_room = True
             self.troubles.append(
-                "Memory ran out while the sampler kept its cache for the next step. From now on it gives the cache back "
-                "before each update, which takes it a moment to make anew"
+                "Memory ran out while the sampler kept its cache for the next step. From now on it gives the cache "
+                "back before each update, which takes it a moment to make anew"
             )
 
     def _forget(self, work: Pass) -> None:
