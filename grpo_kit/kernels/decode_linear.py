@@ -149,10 +149,14 @@ def multiply_dense(x: Tensor, group: DecodeGroup) -> Parts:
     return group.unfinished(sums, x.dtype)
 
 
+def reaches_tensor_cores(device: torch.device) -> bool:
+    """Whether Triton multiplies 16-bit numbers on the tensor cores of this GPU, as it does from sm80 on. Without them
+    the kernel has four times as many instructions for 8 rows and twenty times for 64."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def _suits_kernel(x: Tensor, group: DecodeGroup) -> bool:
-    """Without tensor cores, which Triton uses for 16-bit formats from sm80 on, the kernel has four times as many
-    instructions for 8 rows and twenty times for 64."""
-    fast = x.dtype != torch.float32 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    fast = x.dtype != torch.float32 and reaches_tensor_cores(x.device)
     return fast and len(x) <= MOST_ROWS and all(isinstance(weight, Nf4) for weight in group.weights)
 
 

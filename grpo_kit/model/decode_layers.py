@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_kit.kernels.decode_attention import LARGEST_GROUP
-from grpo_kit.kernels.decode_linear import DecodeGroup, Nf4
+from grpo_kit.kernels.decode_linear import DecodeGroup, Nf4, reaches_tensor_cores
 from grpo_kit.kernels.decode_parts import BLOCK
 from grpo_kit.kernels.triton_ready import use_triton
 from grpo_kit.model.frozen import block_scales, frozen_linear, lora_of
@@ -66,6 +66,8 @@ def why_not_fused_step(module: Any, columns: int) -> str | None:
         return f"it computes in {dtype}"
     if embedding.is_cuda and not use_triton(embedding):
         return "its kernels need Triton, which cannot be imported"
+    if embedding.is_cuda and not reaches_tensor_cores(embedding.device):
+        return "its kernels would not reach the tensor cores of a GPU as old as this, bitsandbytes' do"
     if type(head) is not torch.nn.Linear or getattr(head, "bias", None) is not None:
         return "its output head is more than a matrix"
     others = {weight.dtype for weight in (head.weight, decoder.norm.weight, *_norms(decoder))} - {dtype}
