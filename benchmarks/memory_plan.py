@@ -88,7 +88,12 @@ def one(case: Case, folder: Path, small: bool) -> Row:
         "optim": case.optim,
     }
     plan = gk.memory_plan(
-        str(checkpoint), None if cuda else "H200", activation_offloading=case.offload, **load, **train
+        str(checkpoint),
+        None if cuda else "H200",
+        activation_offloading=case.offload,
+        engine="transformers",
+        **load,
+        **train,
     )
     model = gk.load_model(str(checkpoint), engine="transformers", **load)
     run = gk.train(

@@ -24,6 +24,8 @@ COLORS = {
     "KV cache": "#d9822b",
     "reading the prompts": "#f0b678",
     "drawing a token": "#f0b678",
+    "LoRA to sample with": "#a85a14",
+    "a token step": "#f7dcb8",
     "gradients": "#6b3fb8",
     "layer inputs": "#9b6fe0",
     "the head": "#cdb6f0",

@@ -2,7 +2,7 @@
 
 Two phases take turns on the card: the rollout samples answers, the update learns from them. Of each, the parts at its
 fullest moment are counted, for prompts and answers as long as they may become, from the second step on, when the
-optimizer has its state. The rollout is the `transformers` engine's.
+optimizer has its state.
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ from dataclasses import dataclass
 from grpo_kit.kernels.linear_logprob import CHUNK_BYTES as HEAD_TILE
 from grpo_kit.model.precision import DTYPES
 from grpo_kit.model.shape import Shape, nf4_bytes
+from grpo_kit.rollout import check_engine
+from grpo_kit.rollout.native.cache import columns_for
+from grpo_kit.rollout.native.engine import SHARE_OF_FREE
+from grpo_kit.rollout.native.prefill import CHUNK_TOKENS
+from grpo_kit.rollout.native.slots import BUCKETS, bucket_for
 
 Parts = dict[str, int]  # bytes by part
 
@@ -20,6 +25,7 @@ CUDA_CONTEXT = 500_000_000  # the driver's and the libraries' own, outside of wh
 HEAD_ROWS = math.isqrt(HEAD_TILE // 8)  # of a tile of float32 logits, which is twice as wide as high
 MLP_TILE = 4096  # tokens that go through an MLP at one time in backward
 OFFLOAD_BUFFERS = 4  # layer inputs on the GPU while the others are with the host: in use, two coming, the last one
+PAIRED = ("online_dpo", "online_ipo")
 OPTIMIZERS = ("adamw_torch", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit")
 
 
@@ -31,6 +37,7 @@ class PlanOptions:
     tokens_per_micro_batch, activation_offloading (layer inputs of the update to the host): derived from the card if
     None.
     beta: takes nothing, since the reference is the same model with its adapter off.
+    engine: of the rollout; "auto" is the native one, as on a GPU.
     """
 
     load_in_4bit: bool = True
@@ -47,6 +54,7 @@ class PlanOptions:
     tokens_per_micro_batch: int | None = None
     beta: float | None = None
     activation_offloading: bool | None = None
+    engine: str = "auto"
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -56,6 +64,7 @@ class PlanOptions:
         for name, names in (("dtype", (None, *DTYPES)), ("optim", OPTIMIZERS)):
             if getattr(self, name) not in names:
                 raise ValueError(f"{name} must be one of {', '.join(map(str, names))}; got {getattr(self, name)!r}")
+        check_engine(self.engine)
         if self.double_quant and not self.load_in_4bit:
             raise ValueError("double_quant=True quantizes the scales of 4-bit weights: it needs load_in_4bit=True")
         if self.prompt < 1 or self.sequence > self.max_seq_length:
@@ -88,36 +97,9 @@ class PlanOptions:
         return self.prompts_per_step * (self.prompt + self.num_generations * self.max_completion_length)
 
     @property
-    def fullest(self) -> tuple[int, int]:
-        """Tokens and sequences of the fullest micro-batch, cut as training cuts them: a prompt counts once for its
-        answers, and a sequence that is longer than the budget goes alone."""
-        assert self.tokens_per_micro_batch is not None
-        tokens = sequences = 0
-        for _ in range(self.prompts_per_step):
-            room = self.tokens_per_micro_batch - tokens - self.prompt
-            answers = min(self.num_generations, room // self.max_completion_length)
-            if answers < 1:
-                break
-            tokens += self.prompt + answers * self.max_completion_length
-            sequences += answers
-            if answers < self.num_generations:
-                break
-        return (tokens, sequences) if sequences else (self.sequence, 1)
-
-    @property
-    def micro_batch(self) -> int:
-        """Tokens that go through the model at once in the update."""
-        return self.fullest[0]
-
-    @property
-    def attention_rows(self) -> int:
-        """Tokens of a micro-batch's sequences, each with its prompt."""
-        return self.fullest[1] * self.sequence
-
-    @property
-    def micro_batch_completions(self) -> int:
-        """Of these, tokens of completions: the head sees no others."""
-        return self.fullest[1] * self.max_completion_length
+    def unit(self) -> int:
+        """Sequences that stay together in the update."""
+        return 2 if self.algorithm in PAIRED else 1
 
 
 _COUNTS = (
@@ -177,10 +159,13 @@ def kv_cache(shape: Shape, options: PlanOptions, sequences: int, tokens: int) ->
     return 2 * shape.layers * shape.keys * options.width * sequences * tokens
 
 
-def prefill(shape: Shape, options: PlanOptions) -> int:
-    """All prompts at once through one MLP without gradients: beside 16-bit numbers, LoRA's in float32 (peft casts its
-    inputs up), twice while they are scaled. And the mask of padded prompts, as bytes and as what attention adds."""
+def prefill(shape: Shape, options: PlanOptions, at_once: int | None = None) -> int:
+    """All prompts, or those of `at_once` tokens, through one MLP without gradients: beside 16-bit numbers, LoRA's in
+    float32 (peft casts its inputs up), twice while they are scaled. And the mask of padded prompts, as bytes and as
+    what attention adds."""
     width, tokens = options.width, options.prompts_per_step * options.prompt
+    if at_once is not None:
+        tokens = min(tokens, max(options.prompt, at_once // options.prompt * options.prompt))
     mlp = tokens * ((2 * width + 8) * shape.intermediate + (3 * width + 4) * shape.hidden)
     scores = tokens * options.prompt * shape.heads * (2 * width + 4) if shape.eager else 0
     return mlp + dequantized(shape, options) + tokens * options.prompt * (1 + width) + scores
@@ -207,18 +192,67 @@ def dequantized(shape: Shape, options: PlanOptions) -> int:
     return options.width * shape.hidden * shape.intermediate if options.load_in_4bit else 0
 
 
-# ---- the update: M tokens at once ----
+def held_by_sampler(shape: Shape, options: PlanOptions, free: int) -> Parts:
+    """What the native engine has from its first answers on: a slot's cache for each sequence, or for as many as find
+    room in its share of the `free` bytes; the adapter in the compute format; what its captured token step writes, most
+    of it the distributions that tokens are drawn from. Counted from its code."""
+    columns, wanted = columns_for(options.sequence), bucket_for(options.sequences)
+    possible = [n for n in BUCKETS if n <= wanted and kv_cache(shape, options, n, columns) <= SHARE_OF_FREE * free]
+    slots = max(possible, default=1)
+    token = slots * shape.vocab * (options.width + 4 * 4)
+    return {
+        "KV cache": kv_cache(shape, options, slots, columns),
+        "LoRA to sample with": lora(shape, options) * options.width // 4,
+        "a token step": token + dequantized(shape, options),
+    }
+
+
+# ---- the update ----
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """tokens: what goes through the model at once. rows: in attention, where each sequence has its prompt for itself.
+    completions: of the tokens, those that the head sees."""
+
+    tokens: int
+    rows: int
+    completions: int
+
+
+def micro_batch(shape: Shape, options: PlanOptions) -> MicroBatch:
+    """The fullest one, as training cuts them, with prompts as long as they may be; answers that are shorter than they
+    may be fill it up. Packed, a prompt counts once for its answers; padded, every sequence has its own. What is larger
+    than the budget and can't be parted goes alone."""
+    assert options.tokens_per_micro_batch is not None
+    budget, longest = options.tokens_per_micro_batch, options.max_completion_length
+    if not shape.fused:
+        fitting = budget // options.sequence // options.unit * options.unit
+        count = max(options.unit, min(options.sequences, fitting))
+        return MicroBatch(count * options.sequence, count * options.sequence, count * longest)
+    groups = range(1, max(1, min(options.prompts_per_step, budget // (options.prompt + 1))) + 1)
+    found = [_packed(options, budget, count) for count in groups]
+    return MicroBatch(*(max(sizes) for sizes in zip(*((f.tokens, f.rows, f.completions) for f in found), strict=True)))
+
+
+def _packed(options: PlanOptions, budget: int, groups: int) -> MicroBatch:
+    """With answers to so many prompts."""
+    prompts, longest = groups * options.prompt, options.max_completion_length
+    full = prompts + groups * options.num_generations * longest
+    tokens = max(options.prompt + options.unit * longest, min(budget, full))
+    sequences = max(options.unit, min(groups * options.num_generations, -(-(tokens - prompts) // longest)))
+    return MicroBatch(tokens, tokens + (sequences - groups) * options.prompt, tokens - prompts)
 
 
 def saved_inputs(shape: Shape, options: PlanOptions) -> int:
     """What the forward pass keeps: each layer's input."""
-    return shape.layers * options.micro_batch * shape.hidden * options.width
+    return shape.layers * micro_batch(shape, options).tokens * shape.hidden * options.width
 
 
 def saved_on_gpu(shape: Shape, options: PlanOptions) -> int:
     """All of them, or what is on its way while the others are with the host."""
     kept = min(OFFLOAD_BUFFERS, shape.layers) if options.activation_offloading else shape.layers
-    return kept * options.micro_batch * shape.hidden * options.width
+    return kept * micro_batch(shape, options).tokens * shape.hidden * options.width
 
 
 def layer_backward(shape: Shape, options: PlanOptions) -> int:
@@ -234,10 +268,11 @@ def attention_backward(shape: Shape, options: PlanOptions) -> int:
     flash attention sums it. Sequences that share a prompt have it once but in attention: there each has q, k, v, the
     result and all their gradients for itself."""
     hidden, queries, keys, width = shape.hidden, shape.queries, shape.keys, options.width
-    rows = options.attention_rows
-    if rows == options.micro_batch:
+    cut = micro_batch(shape, options)
+    tokens, rows = cut.tokens, cut.rows
+    if rows == tokens:
         return rows * (width * (5 * hidden + 3 * queries + 4 * keys) + 4 * queries)
-    once = options.micro_batch * (width * (5 * hidden + 2 * queries + 2 * keys) + 4 * queries)
+    once = tokens * (width * (5 * hidden + 2 * queries + 2 * keys) + 4 * queries)
     return once + rows * (width * (4 * queries + 4 * keys) + 4 * queries)
 
 
@@ -245,9 +280,10 @@ def mlp_backward(shape: Shape, options: PlanOptions) -> int:
     """The attention half stays while the MLP goes through in tiles: gate, up and what is between them and down, whose
     gradients take their places. All tiles share the dense gate, up and down; a single tile has one at a time."""
     hidden, inner, width = shape.hidden, shape.intermediate, options.width
-    held = options.micro_batch * (4 * hidden + 2 * shape.queries + 2 * shape.keys)
-    tile = min(options.micro_batch, MLP_TILE) * (hidden + 3 * inner)
-    weights_held = 3 if options.micro_batch > MLP_TILE else 1
+    tokens = micro_batch(shape, options).tokens
+    held = tokens * (4 * hidden + 2 * shape.queries + 2 * shape.keys)
+    tile = min(tokens, MLP_TILE) * (hidden + 3 * inner)
+    weights_held = 3 if tokens > MLP_TILE else 1
     dense = weights_held * hidden * inner if options.load_in_4bit else 0
     return width * (held + tile + dense)
 
@@ -258,23 +294,25 @@ def plain_layer_backward(shape: Shape, options: PlanOptions) -> int:
     hidden, queries, keys, inner, width = shape.hidden, shape.queries, shape.keys, shape.intermediate, options.width
     each = width * (6 * hidden + 4 * queries + 2 * keys + 7 * inner) + 3 * 4 * hidden
     scores = options.sequence * shape.heads * (4 + 4 * width) if shape.eager else 0
-    return options.micro_batch * (each + scores) + dequantized(shape, options)
+    return micro_batch(shape, options).tokens * (each + scores) + dequantized(shape, options)
 
 
 def head_backward(shape: Shape, options: PlanOptions) -> int:
     """A tile of float32 logits and its gradient; the float32 sum for its rows; hidden states before and after the last
     norm; those of the completions and their gradient, which PPO's critic reads in float32 too."""
-    rows, hidden, width = options.micro_batch_completions, shape.hidden, options.width
+    cut, hidden, width = micro_batch(shape, options), shape.hidden, options.width
+    rows = cut.completions
     tile = HEAD_TILE + HEAD_TILE * width // 4 + 4 * min(rows, HEAD_ROWS) * hidden
     critic = 4 * rows * hidden if options.algorithm == "ppo" else 0
-    return tile + 2 * width * options.micro_batch * hidden + 2 * width * rows * hidden + critic
+    return tile + 2 * width * cut.tokens * hidden + 2 * width * rows * hidden + critic
 
 
 # ---- the phases, each at its fullest moment ----
 
 
 def rollout_parts(shape: Shape, options: PlanOptions) -> Parts:
-    """Either while the prompts are read, or at the last token of answers that all grew as long as they may."""
+    """The `transformers` engine's: either while the prompts are read, or at the last token of answers that all grew as
+    long as they may."""
     prompts = kv_cache(shape, options, options.prompts_per_step, options.prompt)
     answers = kv_cache(shape, options, options.sequences, options.sequence)
     return _fullest(
@@ -287,7 +325,7 @@ def update_parts(shape: Shape, options: PlanOptions) -> Parts:
     """The sum of the gradients is there from the second micro-batch on; in the first it grows as the saved inputs go.
     AdamW of torch writes out a denominator for every weight."""
     adapter, layer = lora(shape, options), layer_backward(shape, options)
-    before = adapter if options.micro_batch < options.step_tokens else 0
+    before = adapter if micro_batch(shape, options).tokens < options.step_tokens else 0
     saved = saved_on_gpu(shape, options)
     return _fullest(
         {"gradients": before, "layer inputs": saved, "the head": head_backward(shape, options)},
@@ -301,15 +339,18 @@ def _fullest(*moments: Parts) -> Parts:
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
-def phases(shape: Shape, options: PlanOptions) -> dict[str, Parts]:
-    """Both of them, each with what is there all the time."""
+def phases(shape: Shape, options: PlanOptions, total: int) -> dict[str, Parts]:
+    """Both of them, each with what is there all the time, on a card of `total` bytes. What the native engine holds is
+    not the update's: it stays if there is room, and goes if not."""
     always = {
         "CUDA context": CUDA_CONTEXT,
         **weights(shape, options),
         "LoRA": lora(shape, options),
         "optimizer": optimizer_state(shape, options)[0],
     }
-    return {
-        "rollout": always | rollout_parts(shape, options),
-        "update": always | update_parts(shape, options),
-    }
+    if options.engine == "transformers":
+        rollout = rollout_parts(shape, options)
+    else:
+        held = held_by_sampler(shape, options, total - sum(always.values()))
+        rollout = held | {"reading the prompts": prefill(shape, options, CHUNK_TOKENS)}
+    return {"rollout": always | rollout, "update": always | update_parts(shape, options)}

@@ -36,7 +36,7 @@ def best_token_budget(shape: Shape, gpu: Gpu, options: PlanOptions) -> int:
     """The largest `tokens_per_micro_batch` whose update leaves a tenth of the card free; the smallest if none does."""
     for budget in reversed(BUDGETS):
         settled = _with_offload(shape, gpu, replace(options, tokens_per_micro_batch=budget))
-        if _update(shape, settled) <= (1 - TO_SPARE) * gpu.total:
+        if _update(shape, gpu, settled) <= (1 - TO_SPARE) * gpu.total:
             return budget
     return BUDGETS[0]
 
@@ -44,7 +44,7 @@ def best_token_budget(shape: Shape, gpu: Gpu, options: PlanOptions) -> int:
 def offload_pays(shape: Shape, gpu: Gpu, options: PlanOptions) -> bool:
     """Whether the update would fill much of the card without, and the host has room. Of another machine's host nothing
     is known: it is taken to have."""
-    if _update(shape, replace(options, activation_offloading=False)) <= OFFLOAD_FROM * gpu.total:
+    if _update(shape, gpu, replace(options, activation_offloading=False)) <= OFFLOAD_FROM * gpu.total:
         return False
     return not gpu.at_hand or saved_inputs(shape, options) <= HOST_SHARE * _host_memory()
 
@@ -53,8 +53,8 @@ def _host_memory() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _update(shape: Shape, options: PlanOptions) -> int:
-    return sum(phases(shape, options)["update"].values())
+def _update(shape: Shape, gpu: Gpu, options: PlanOptions) -> int:
+    return sum(phases(shape, options, gpu.total)["update"].values())
 
 
 def _with_offload(shape: Shape, gpu: Gpu, options: PlanOptions) -> PlanOptions:
@@ -230,7 +230,8 @@ def _plan(name: str, shape: Shape, gpu: Gpu, asked: PlanOptions) -> MemoryPlan:
     if asked.tokens_per_micro_batch is None:
         options = replace(options, tokens_per_micro_batch=best_token_budget(shape, gpu, asked))
     options = _with_offload(shape, gpu, options)
-    return MemoryPlan(name, gpu, shape, asked, options, phases(shape, options), _notes(shape, asked, options))
+    found = phases(shape, options, gpu.total)
+    return MemoryPlan(name, gpu, shape, asked, options, found, _notes(shape, asked, options))
 
 
 def _notes(shape: Shape, asked: PlanOptions, options: PlanOptions) -> list[tuple[str, str, str]]:
@@ -246,6 +247,8 @@ def _notes(shape: Shape, asked: PlanOptions, options: PlanOptions) -> list[tuple
         notes.append(("optimizer", "paged", f"{_gb(paged)} of its state in the host's memory"))
     if shape.in_16_bits is not None:
         notes.append(("quantization", "as in the checkpoint", "it is quantized already"))
+    if options.engine != "transformers":
+        notes.append(("sampler", "native", "what it holds stays during the update, or goes if that needs the room"))
     if not shape.fused:
         reason = "this family trains through transformers' own layers, counted from their code"
         notes.append(("update", "rough", reason))

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from grpo_kit.model.memory_parts import micro_batch
+
 if TYPE_CHECKING:
     from grpo_kit.model.memory_plan import MemoryPlan
 
@@ -59,7 +61,8 @@ def _one_after_the_other(plan: MemoryPlan, kept: list[dict[str, Any]]) -> list[S
 
 
 def _smaller_micro_batches(plan: MemoryPlan) -> list[dict[str, Any]]:
-    longest, now = plan.options.sequence, plan.options.micro_batch
+    options, now = plan.options, micro_batch(plan.shape, plan.options).tokens
+    longest = options.prompt + options.unit * options.max_completion_length
     sizes = [size for size in reversed(BUDGETS) if longest < size < now] + ([longest] if longest < now else [])
     return [{"tokens_per_micro_batch": size} for size in sizes]
 

@@ -169,7 +169,7 @@ class Model:
         matter (see `grpo_kit.memory_plan`)."""
         names = ("load_in_4bit", "double_quant", "max_seq_length", "lora_rank", "dtype")
         loaded = {name: getattr(self.options, name) for name in names}
-        return memory_plan(self.options.name_or_path, gpu, **{**loaded, **options})
+        return memory_plan(self.options.name_or_path, gpu, **{**loaded, "engine": self.engine.name, **options})
 
     def render(self, prompt: Prompt) -> str:
         """The exact text that the model is given for a prompt."""

@@ -25,13 +25,16 @@ from grpo_kit.model.memory_parts import (
     CUDA_CONTEXT,
     MLP_TILE,
     OPTIMIZERS,
+    MicroBatch,
     PlanOptions,
     attention_backward,
     head_backward,
+    held_by_sampler,
     kv_cache,
     last_token,
     layer_backward,
     lora,
+    micro_batch,
     mlp_backward,
     optimizer_state,
     prefill,
@@ -130,7 +133,7 @@ def test_a_token_of_llama_8b_takes_128_kib_of_cache() -> None:
 
 
 def options(**more: Any) -> PlanOptions:
-    """2 prompts of 20 tokens with 3 answers of 8: 88 tokens a step, in batches of 50 at most: one group, of 44."""
+    """2 prompts of 20 tokens with 3 answers of 8: 88 tokens a step, 50 at once."""
     own = {"prompts_per_step": 2, "num_generations": 3, "max_seq_length": 28, "max_completion_length": 8}
     return PlanOptions(**{**own, "tokens_per_micro_batch": 50, "lora_rank": 2, **more})
 
@@ -138,18 +141,17 @@ def options(**more: Any) -> PlanOptions:
 def test_one_layers_backward_by_hand() -> None:
     alone = options(tokens_per_micro_batch=28)
     assert attention_backward(HAND, alone) == 28 * (2 * (50 + 36 + 24) + 4 * 12)
-    # one group's 3 answers are in 44 tokens, and 84 long with a prompt each
-    assert attention_backward(HAND, options()) == 44 * (2 * (50 + 24 + 12) + 4 * 12) + 84 * (2 * (48 + 24) + 4 * 12)
-    assert mlp_backward(HAND, options()) == 2 * (44 * (40 + 24 + 12) + 44 * (10 + 90) + 300)
-    assert mlp_backward(HAND, options(load_in_4bit=False)) == 2 * (44 * 76 + 44 * 100)
+    # one group's 3 answers are 84 long with a prompt each; short answers to the other prompt fill the batch up to 50
+    assert attention_backward(HAND, options()) == 50 * (2 * (50 + 24 + 12) + 4 * 12) + 84 * (2 * (48 + 24) + 4 * 12)
+    assert mlp_backward(HAND, options()) == 2 * (50 * (40 + 24 + 12) + 50 * (10 + 90) + 300)
+    assert mlp_backward(HAND, options(load_in_4bit=False)) == 2 * (50 * 76 + 50 * 100)
     many = options(tokens_per_micro_batch=9000, max_seq_length=2000, prompts_per_step=5)
-    assert many.micro_batch == 4 * (1992 + 24), "a fifth group would be beyond 9,000"
-    assert mlp_backward(HAND, many) == 2 * (8064 * 76 + MLP_TILE * 100 + 900)
+    assert mlp_backward(HAND, many) == 2 * (8064 * 76 + MLP_TILE * 100 + 900), "a fifth prompt would be beyond 9,000"
 
 
 def test_the_head_by_hand() -> None:
     tile = CHUNK_BYTES * 3 // 2  # float32 logits and their 16-bit gradient
-    assert head_backward(HAND, options()) == tile + 4 * 24 * 10 + 2 * 2 * 44 * 10 + 2 * 2 * 24 * 10
+    assert head_backward(HAND, options()) == tile + 4 * 24 * 10 + 2 * 2 * 50 * 10 + 2 * 2 * 24 * 10
     assert head_backward(HAND, options(algorithm="ppo")) - head_backward(HAND, options()) == 4 * 24 * 10
 
 
@@ -163,8 +165,8 @@ def test_the_rollouts_work_by_hand() -> None:
 
 
 def test_layer_inputs_stay_or_wait_with_the_host() -> None:
-    assert saved_on_gpu(HAND, options()) == 5 * 44 * 10 * 2
-    assert saved_on_gpu(HAND, options(activation_offloading=True)) == 4 * 44 * 10 * 2
+    assert saved_on_gpu(HAND, options()) == 5 * 50 * 10 * 2
+    assert saved_on_gpu(HAND, options(activation_offloading=True)) == 4 * 50 * 10 * 2
     plan = memory_plan(QWEN, "T4", activation_offloading=True, tokens_per_micro_batch=4096)
     assert plan.offloaded == 28 * 4096 * 3584 * 2
     assert memory_plan(QWEN, "T4", activation_offloading=False).offloaded == 0
@@ -172,29 +174,65 @@ def test_layer_inputs_stay_or_wait_with_the_host() -> None:
 
 def test_tokens_of_a_micro_batch() -> None:
     assert options().step_tokens == 88
-    assert options().fullest == (44, 3)
-    assert options(tokens_per_micro_batch=80).fullest == (44 + 20 + 16, 5), "a prompt once for each batch it is in"
-    assert options(tokens_per_micro_batch=79).fullest == (44 + 20 + 8, 4)
-    assert options(tokens_per_micro_batch=1000).micro_batch == 88, "a step has no more"
-    assert options(tokens_per_micro_batch=5).micro_batch == 28, "a sequence is not cut"
-    assert options().micro_batch_completions == 24
     assert options(max_prompt_length=4).sequence == 12
+    assert micro_batch(HAND, options()) == MicroBatch(50, 84, 24)
+    assert micro_batch(HAND, options(tokens_per_micro_batch=1000)) == MicroBatch(88, 6 * 28, 48), "a step has no more"
+    assert micro_batch(HAND, options(tokens_per_micro_batch=5)) == MicroBatch(28, 28, 8), "a sequence is not cut"
+
+
+def test_answers_shorter_than_they_may_be_fill_a_micro_batch_up() -> None:
+    """Two of 768 behind a prompt of 512 make 2,048 tokens, though only one of 1,024 would fit."""
+    own: dict[str, Any] = {"max_seq_length": 1536, "max_completion_length": 1024, "tokens_per_micro_batch": 2048}
+    assert micro_batch(HAND, PlanOptions(**own)) == MicroBatch(2048, 2048 + 512, 1536)
+
+
+def test_a_padded_micro_batch_has_a_prompt_for_each_sequence() -> None:
+    own: dict[str, Any] = {"max_seq_length": 1000, "max_completion_length": 100, "prompts_per_step": 1}
+    padded = replace(HAND, family="gemma2")
+    assert micro_batch(padded, PlanOptions(tokens_per_micro_batch=8192, **own)) == MicroBatch(8000, 8000, 800)
+    assert micro_batch(padded, PlanOptions(tokens_per_micro_batch=10, **own)) == MicroBatch(1000, 1000, 100)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_pair_is_never_parted(family: str) -> None:
+    own: dict[str, Any] = {"max_seq_length": 1280, "max_completion_length": 1024, "tokens_per_micro_batch": 1024}
+    pair = micro_batch(replace(HAND, family=family), PlanOptions(algorithm="online_dpo", **own))
+    assert pair == (MicroBatch(256 + 2048, 2560, 2048) if family == "llama" else MicroBatch(2560, 2560, 2048))
+    assert memory_plan(QWEN, 8, algorithm="online_dpo", **own).suggestions[0].changes.keys() != {
+        "tokens_per_micro_batch"
+    }, "smaller micro-batches would not be smaller"
 
 
 def test_a_phase_has_the_parts_of_its_fullest_moment() -> None:
     adapter = lora(HAND, options())
     head = head_backward(HAND, options())
-    assert update_parts(HAND, options()) == {"gradients": adapter, "layer inputs": 4400, "the head": head}
+    assert update_parts(HAND, options()) == {"gradients": adapter, "layer inputs": 5000, "the head": head}
     at_once = update_parts(HAND, options(tokens_per_micro_batch=88))
     assert at_once["gradients"] == 0, "the first micro-batch has none yet"
     wide = read_shape(QWEN)
     ranked = PlanOptions(tokens_per_micro_batch=16384, activation_offloading=True, lora_rank=256)
     late = update_parts(wide, ranked)
-    assert ranked.micro_batch == ranked.step_tokens and "layer inputs" not in late
+    assert micro_batch(wide, ranked).tokens == ranked.step_tokens and "layer inputs" not in late
     assert late["gradients"] == lora(wide, ranked), "its own at the end"
     reading = options(prompts_per_step=50, max_prompt_length=19, max_completion_length=1, num_generations=2)
     assert set(rollout_parts(HAND, reading)) == {"KV cache", "reading the prompts"}
     assert rollout_parts(HAND, reading)["KV cache"] == kv_cache(HAND, reading, 50, 19)
+
+
+def test_what_the_native_sampler_holds_by_hand() -> None:
+    """6 sequences of 28 tokens take 8 slots of 64 columns; 6 numbers a layer for keys and for values."""
+    slot = 2 * 5 * 6 * 2 * 64
+    held = held_by_sampler(HAND, options(), 2 * 8 * slot)
+    assert held == {
+        "KV cache": 8 * slot,
+        "LoRA to sample with": lora(HAND, options()) // 2,
+        "a token step": 8 * 100 * (2 + 16) + 2 * 300,
+    }
+    assert held_by_sampler(HAND, options(), 2 * 8 * slot - 2)["KV cache"] == 4 * slot, "as many as find room"
+    plan = memory_plan(QWEN, "T4")
+    assert "KV cache" in plan.phases["rollout"] and "KV cache" not in plan.phases["update"]
+    assert "goes if that needs the room" in repr(plan)
+    assert plan.phases["update"] == memory_plan(QWEN, "T4", engine="transformers").phases["update"]
 
 
 # ---- the card ----
@@ -293,11 +331,13 @@ def test_a_plan_is_compared_without_what_torch_does_not_see() -> None:
 
 
 LARGE: dict[str, Any] = {"tokens_per_micro_batch": 32_768, "activation_offloading": False}
+GROWING: dict[str, Any] = {"engine": "transformers"}  # its cache is as large as the answers are; native's as may be
+SIXTEEN: dict[str, Any] = {"load_in_4bit": False}
 TOO_MUCH: dict[str, tuple[float, dict[str, Any]]] = {
-    "rollout": (15.6, {"max_seq_length": 8192, "max_completion_length": 2048}),
+    "rollout": (15.6, {"max_seq_length": 8192, "max_completion_length": 2048, **GROWING}),
     "update": (12, {"max_seq_length": 2048, "max_completion_length": 1792, "prompts_per_step": 2, **LARGE}),
-    "16 bits": (15.6, {"load_in_4bit": False}),
-    "both": (15.6, {"max_seq_length": 16_384, "max_completion_length": 8192, "lora_rank": 256, "load_in_4bit": False}),
+    "16 bits": (15.6, SIXTEEN),
+    "both": (15.6, {**GROWING, "max_seq_length": 16_384, "max_completion_length": 8192, "lora_rank": 256, **SIXTEEN}),
 }
 
 
@@ -332,7 +372,7 @@ def test_the_mildest_change_that_is_enough_is_taken() -> None:
 
 def test_shorter_answers_keep_prompts_as_long() -> None:
     own: dict[str, Any] = {"prompts_per_step": 1, "num_generations": 2, "optim": "adamw_8bit", "double_quant": True}
-    plan = memory_plan(QWEN, 10, max_seq_length=40_000, max_completion_length=32_000, **own)
+    plan = memory_plan(QWEN, 10, max_seq_length=40_000, max_completion_length=32_000, **GROWING, **own)
     last = plan.suggestions[-1]
     assert last.fits
     assert last.changes["max_seq_length"] - last.changes["max_completion_length"] == 8000
