@@ -91,15 +91,16 @@ def native(setting: Setting) -> Ready:
 
 def transformers_generate(setting: Setting) -> Ready:
     """As it is: an eager forward pass with a growing cache."""
-    return Ready(_generate(_peft(setting)), warm_up=FEW)
+    return Ready(with_generate(_peft(setting)), warm_up=FEW)
 
 
 def transformers_static(setting: Setting) -> Ready:
     """With a static cache, for which transformers compiles the forward pass by itself."""
-    return Ready(_generate(_peft(setting), cache_implementation="static"))
+    return Ready(with_generate(_peft(setting), cache_implementation="static"))
 
 
-def _generate(module: Any, **more: Any) -> Generate:
+def with_generate(module: Any, **more: Any) -> Generate:
+    """transformers' generate, with further options of its own. The module's generation config must name no end."""
     from transformers import GenerationConfig, StoppingCriteria
 
     class EndsAt(StoppingCriteria):
