@@ -15,6 +15,7 @@ from typing import Any
 
 Row = dict[str, Any]
 MARK, WIDEST = "ROW ", 300  # what begins the line of a row; the characters that are shown of any other line
+SITES = {"unsloth": "UNSLOTH_SITE", "vllm": "VLLM_SITE"}  # peers whose packages may have a place of their own
 
 
 def say(stage: str) -> None:
@@ -99,8 +100,9 @@ def _show(name: str, started: float, text: str) -> None:
 
 
 def _environment(name: str) -> dict[str, str]:
-    """Without progress bars, and with Unsloth's packages where they have a place of their own."""
+    """Without progress bars, and with the packages of a peer that has a place of its own."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}
-    if name == "Unsloth" and "UNSLOTH_SITE" in os.environ:
-        environment["PYTHONPATH"] = os.environ["UNSLOTH_SITE"]
+    for peer, place in SITES.items():
+        if peer in name.lower() and place in os.environ:
+            environment["PYTHONPATH"] = os.environ[place]
     return environment

@@ -9,6 +9,7 @@ from typing import Any
 
 import bitsandbytes as bnb
 import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -79,6 +80,24 @@ def write_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.bfloat1
     (folder / "config.json").write_text(config.to_json_string(use_diff=False))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS, "pad_token_id": PAD}))
     _tokenizer().save_pretrained(str(folder))
+    return folder
+
+
+def write_adapter(name: str, folder: Path, rank: int, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A folder that peft loads: LoRA on all linear layers, random on both sides, so that it does something."""
+    if (folder / "adapter_config.json").exists():
+        return folder
+    lora = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = get_peft_model(_empty(shape(name), dtype), lora)
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        name: torch.randn(weight.shape, generator=generator).mul_(0.01).to(dtype)
+        for name, weight in get_peft_model_state_dict(adapted).items()
+    }
+    folder.mkdir(parents=True)
+    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    adapted.peft_config["default"].inference_mode = True
+    adapted.peft_config["default"].save_pretrained(str(folder))
     return folder
 
 

@@ -28,6 +28,16 @@ def keep(name: str, rows: list[Row], table: str, folder: Path) -> None:
     (folder / f"{name}.md").write_text(table)
 
 
+def earlier(name: str, folder: Path, rows: list[Row], key: Sequence[str]) -> list[Row]:
+    """What name.json holds of other things than these rows: those that differ in one of the key's columns."""
+    path = folder / f"{name}.json"
+    if not path.exists():
+        return []
+    measured = {tuple(row.get(column) for column in key) for row in rows}
+    kept: list[Row] = json.loads(path.read_text())
+    return [row for row in kept if tuple(row.get(column) for column in key) not in measured]
+
+
 def where(*packages: str) -> Row:
     """This machine, torch's version and those of other packages, and the day: part of every row."""
     import torch
