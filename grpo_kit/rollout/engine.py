@@ -6,7 +6,7 @@ An engine is handed torch modules and token ids; it knows no chat template, no r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,7 @@ class Sampling:
     """How to draw completions. `temperature=0` takes the likeliest token each time.
 
     The same seed gives the same completions, whatever else the process draws: completion j of prompt i has a random
-    stream of its own.
+    stream of its own. stop: the strings that end a completion; one alone may be given as it is.
     """
 
     max_tokens: int
@@ -25,10 +25,13 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        if not all(self.stop):
+            raise ValueError("an empty stop string would end every completion at once")
         limits = {
             "max_tokens": (self.max_tokens >= 1, "at least 1"),
             "temperature": (self.temperature >= 0, "0 (greedy) or more"),

@@ -8,7 +8,9 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 
-def check_prompts(prompt_ids: list[list[int]]) -> None:
+def check_prompts(prompt_ids: list[list[int]], n: int) -> None:
+    if n < 1:
+        raise ValueError(f"n, the completions of each prompt, must be at least 1, got {n}")
     if not prompt_ids or not all(prompt_ids):
         raise ValueError("generate needs at least one prompt, and every prompt at least one token")
 

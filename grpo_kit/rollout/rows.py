@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from grpo_kit.rollout.engine import Completion, Sampling
@@ -40,7 +40,7 @@ class Endings:
     def completion(self, row: Row) -> Completion:
         return Completion(row.token_ids, row.logprobs, row.finish_reason, self.decode(row.token_ids))
 
-    def _stops(self, token_ids: list[int], stop: tuple[str, ...]) -> bool:
+    def _stops(self, token_ids: list[int], stop: Sequence[str]) -> bool:
         """Whether a stop string ended just now: looked for in the last tokens only, enough to hold the longest one."""
         opened = self.decode([])  # what decode puts in front of every answer was not sampled and stops nothing
         tail = self.decode(token_ids[-max(STOP_TAIL_TOKENS, *map(len, stop)) :])[len(opened) :]

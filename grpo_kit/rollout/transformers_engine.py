@@ -54,7 +54,7 @@ class TransformersEngine:
         between_tokens: Callable[[], None] | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[list[Completion]]:
-        check_prompts(prompt_ids)
+        check_prompts(prompt_ids, n)
         self.module.eval()
         ids, mask = left_padded(prompt_ids, next(self.module.parameters()).device)
         logits, cache = self._prefill(ids, mask, n)

@@ -162,6 +162,8 @@ class Run:
         last = self.record.steps(since=self.step - 1)
         reward = last[-1]["reward"] if last else None
         words = self.state + ("" if reward is None else f", reward {reward:.2f}")
+        if bar.disable:  # by TQDM_DISABLE: then it has no words
+            return
         if (bar.n, bar.postfix) != (self.step, words):
             bar.n = self.step
             bar.set_postfix_str(words)

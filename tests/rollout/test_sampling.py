@@ -118,3 +118,9 @@ def test_seeds_are_the_same_in_every_process() -> None:
 def test_options_that_cannot_work_are_named(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"^{name} must be .*got {value}"):
         Sampling(**{"max_tokens": 5, name: value})
+
+
+def test_one_stop_string_is_a_string_and_not_its_letters() -> None:
+    assert Sampling(max_tokens=1, stop="###").stop == Sampling(max_tokens=1, stop=["###"]).stop == ("###",)
+    with pytest.raises(ValueError, match="an empty stop string would end"):
+        Sampling(max_tokens=1, stop=("",))

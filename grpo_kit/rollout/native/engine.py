@@ -72,9 +72,7 @@ class NativeEngine:
         """Give back the caches and graphs of all calls that have ended."""
         if not self._idle:
             return
-        for session in self._idle:
-            self._close(session)
-        self._idle.clear()
+        self._close_idle(lambda idle: True)
         if self.shape.device.type == "cuda":
             torch.cuda.empty_cache()  # a graph's memory is of use to no one else until it goes back to the driver
 
@@ -89,37 +87,49 @@ class NativeEngine:
     ) -> list[list[Completion]]:
         """See `Engine.generate`. Raises ValueError if the cache may not be large enough for a single completion, and
         torch.OutOfMemoryError, after which all of the engine's memory is given back."""
-        check_prompts(prompt_ids)
+        check_prompts(prompt_ids, n)
         self.module.eval()
-        columns = columns_for(max(map(len, prompt_ids)) + sampling.max_tokens)
+        done = self._sample(prompt_ids, sampling, n, between_tokens, on_tokens)
+        if not isinstance(done, str):
+            return done
+        # Not raised where it was caught: the error's frames hold tensors, and would for as long as it is handled.
+        self.release()
+        raise torch.OutOfMemoryError(
+            f"the GPU's memory did not suffice to sample {len(prompt_ids) * n} completions of up to "
+            f"{sampling.max_tokens} tokens; fewer generations, shorter completions or prompts need less ({done})"
+        )
+
+    def _sample(
+        self,
+        prompt_ids: list[list[int]],
+        sampling: Sampling,
+        n: int,
+        between_tokens: Callable[[], None] | None,
+        on_tokens: OnTokens | None,
+    ) -> list[list[Completion]] | str:
+        """The completions or, without memory, what was said of it."""
         session = None
         try:
-            session = self._session(len(prompt_ids) * n, columns)
+            session = self._session(len(prompt_ids) * n, columns_for(max(map(len, prompt_ids)) + sampling.max_tokens))
             generation = Generation(session, self.module, self.endings, self.steps_ahead, prompt_ids, sampling, n)
             return generation.run(between_tokens, on_tokens)
         except torch.OutOfMemoryError as error:
-            failed = str(error)
+            return str(error)
         finally:
             if session is not None:
                 self._idle.append(session)
-        # Not raised above: the error's frames hold tensors, and would keep them for as long as it is handled.
-        at_once = 0 if session is None else session.cache.slots
-        self.release()
-        raise torch.OutOfMemoryError(
-            f"the GPU's memory did not suffice to sample {at_once} completions of up to {columns} tokens at a time; "
-            f"fewer generations, shorter completions or prompts need less ({failed})"
-        )
 
     def _session(self, rows: int, columns: int) -> Session:
-        """One that fits from among the idle ones, or a new one. Idle ones that it makes superfluous go."""
+        """The smallest idle one that fits, or a new one. Idle ones that a new one makes superfluous go, and those whose
+        weights are no longer where they were."""
         key, wanted = weights_key(self.module), bucket_for(rows)
-        for session in [idle for idle in self._idle if idle.key == key]:
-            if session.cache.slots >= wanted and session.cache.columns >= columns:
-                self._idle.remove(session)
-                return session
-            if session.cache.slots <= wanted and session.cache.columns <= columns:
-                self._idle.remove(session)
-                self._close(session)
+        self._close_idle(lambda idle: idle.key[1] != key[1])
+        fitting = [idle for idle in self._idle if idle.key == key and idle.fits(wanted, columns)]
+        if fitting:
+            session = min(fitting, key=lambda idle: idle.cache.bytes)
+            self._idle.remove(session)
+            return session
+        self._close_idle(lambda idle: idle.key == key and idle.cache.slots <= wanted and idle.cache.columns <= columns)
         if slots_within(self.shape, columns, self._limit(), wanted) < wanted:
             self.release()
         slots = slots_within(self.shape, columns, self._limit(), wanted)
@@ -132,7 +142,7 @@ class NativeEngine:
         cache = SlotCache(self.shape, slots, columns)
         step = self.fused(cache) if self.fused is not None else None
         self._taken_bytes += cache.bytes  # no sooner: a step whose weights find no memory leaves no session behind
-        return Session(cache, step or ModuleStep(self.module, cache), self.eos_ids, key)
+        return Session(cache, step or ModuleStep(self.module, cache), self.eos_ids, key, wanted)
 
     def _limit(self) -> int:
         """Bytes that a new cache may take."""
@@ -143,13 +153,18 @@ class NativeEngine:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(SHARE_OF_FREE * (free + unused))
 
+    def _close_idle(self, superfluous: Callable[[Session], bool]) -> None:
+        for session in [idle for idle in self._idle if superfluous(idle)]:
+            self._idle.remove(session)
+            self._close(session)
+
     def _close(self, session: Session) -> None:
         self._taken_bytes -= session.cache.bytes
         session.close()
 
 
-def weights_key(module: Any) -> Hashable:
-    """What a captured graph holds of the module: where its weights lie, and which adapters are on with what scale."""
+def weights_key(module: Any) -> tuple[Hashable, Hashable]:
+    """What a captured graph holds of the module: which adapters are on with what scale, and where its weights lie."""
     adapters = {
         (layer.disable_adapters, tuple(layer.active_adapters), layer.merged, tuple(layer.scaling.values()))
         for layer in module.modules()

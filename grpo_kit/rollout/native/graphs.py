@@ -40,8 +40,8 @@ class Graphs:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Thread-local: other threads (the notebook's own cells) may use the GPU meanwhile. The outer block brings
-            # the stream back, which a capture that fails leaves as it is.
+            # Thread-local: other threads (the notebook's own cells) may use the GPU meanwhile, all but its random
+            # numbers. The outer block brings the stream back, which a capture that fails leaves as it is.
             with (
                 torch.cuda.stream(current),
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),

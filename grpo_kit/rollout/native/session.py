@@ -50,11 +50,19 @@ class Report:
 class Session:
     """State of `cache.slots` slots. A slot whose row has finished computes token 0 at position 0, which nobody reads.
 
-    key: what the captured graphs depend on besides the cache (see `engine.weights_key`).
+    key: what the captured graphs depend on besides the cache (see `engine.weights_key`). wanted: the slots that the
+    first call asked for; the cache has fewer where memory did not suffice.
     """
 
-    def __init__(self, cache: SlotCache, step: TokenStep, eos_ids: Collection[int], key: Hashable):
-        self.cache, self.step, self.key = cache, step, key
+    def __init__(
+        self,
+        cache: SlotCache,
+        step: TokenStep,
+        eos_ids: Collection[int],
+        key: tuple[Hashable, Hashable],
+        wanted: int,
+    ):
+        self.cache, self.step, self.key, self.wanted = cache, step, key, wanted
         self.device, slots, columns = cache.shape.device, cache.slots, cache.columns
         self.graphs = Graphs(self.device)
         self.eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=self.device)
@@ -69,6 +77,10 @@ class Session:
         self.temperature = torch.ones((), device=self.device)
         self.max_tokens = torch.ones((), dtype=torch.int64, device=self.device)
         self.cuts = Cuts.of(Sampling(max_tokens=1))
+
+    def fits(self, slots: int, columns: int) -> bool:
+        """Whether a call that wants so many may use it: one with fewer slots if there was no room for more."""
+        return self.cache.columns >= columns and max(self.cache.slots, self.wanted) >= slots
 
     def open(self, sampling: Sampling) -> None:
         """Begin a call: all slots are free, and the step computes with the adapter of this moment."""

@@ -4,6 +4,7 @@ ordinary forward pass."""
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -43,7 +44,9 @@ def examine(module: Any) -> CacheShape:
         raise NotSupported(obstacle)
     shape = _shape(module)
     apart = _trial(module, shape)
-    if not apart <= MOST_APART:
+    if math.isnan(apart):
+        raise NotSupported(f"{_kind(module)} gives logits that are not finite numbers")
+    if apart > MOST_APART:
         raise NotSupported(
             f"a token step through {_kind(module)} differs from its forward pass by {apart:.0%}: it does not take the "
             "positions and masks it is given"

@@ -278,6 +278,37 @@ def test_a_session_is_used_again_where_it_fits(load: Load) -> None:
     assert len(native._idle) == 1  # the shorter one was of no more use
 
 
+@pytest.mark.parametrize("slots", [4, None])
+def test_rollouts_and_the_questions_between_their_tokens_each_keep_a_session(slots: int | None, load: Load) -> None:
+    """Also where memory holds fewer slots than a rollout asks for."""
+    native, _ = both(load("llama"), slots=slots, columns=64)
+    made: list[tuple[int, int]] = []
+
+    def fused(cache: Any) -> None:
+        made.append((cache.slots, cache.columns))
+
+    native.fused = fused
+    if slots:
+        native.cache_bytes = native.shape.bytes_for(5 * 64)  # four slots for the rollout, and one
+    for _ in range(3):
+        asked = iter([True] + [False] * 100)
+        native.generate(
+            PROMPTS, Sampling(max_tokens=12), n=2,
+            between_tokens=lambda asked=asked: next(asked) and native.generate([[8, 9]], Sampling(max_tokens=3)),
+        )  # fmt: skip
+    assert made == [(slots or 8, 64), (1, 64)]
+
+
+def test_sessions_of_weights_that_moved_go(load: Load) -> None:
+    module = add_lora(tiny("llama"), rank=4, alpha=8, seed=0)
+    native, _ = both(module)
+    native.generate(PROMPTS, Sampling(max_tokens=4))
+    weight = next(weight for name, weight in module.named_parameters() if ".lora_A." in name)
+    weight.data = weight.data.clone()
+    native.generate(PROMPTS, Sampling(max_tokens=4))
+    assert len(native._idle) == 1
+
+
 def test_a_step_is_refreshed_at_the_start_of_each_call_and_made_anew_without_the_adapter(load: Load) -> None:
     module = add_lora(tiny("llama"), rank=4, alpha=8, seed=0)
     native, _ = both(module)
@@ -344,6 +375,12 @@ def test_running_out_of_memory_releases_everything_and_says_so(load: Load) -> No
     native.fused = None
     sampling = Sampling(max_tokens=6, seed=1)
     assert_same(native.generate(PROMPTS, sampling), plain.generate(PROMPTS, sampling))
+
+
+def test_no_completions_are_an_error(load: Load) -> None:
+    for engine in both(load("llama")):
+        with pytest.raises(ValueError, match="must be at least 1, got 0"):
+            engine.generate(PROMPTS, Sampling(max_tokens=5), n=0)
 
 
 @pytest.mark.parametrize("prompts", [[], [[1], []]])

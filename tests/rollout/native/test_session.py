@@ -31,7 +31,7 @@ def session(load: Callable[..., Any]) -> Session:
     """Three rows that have drawn one token each, in four slots."""
     module = load("llama")
     cache = SlotCache(examine(module), 4, 64)
-    session = Session(cache, ModuleStep(module, cache), eos_ids=(300,), key=None)
+    session = Session(cache, ModuleStep(module, cache), eos_ids=(300,), key=("on", "here"), wanted=cache.slots)
     session.open(Sampling(max_tokens=4, repetition_penalty=1.2))
     done = prefill(module, PROMPTS)
     for slot, prompt in enumerate(done):
