@@ -131,7 +131,9 @@ def table(row: Row) -> str:
         f"32, {row['dtype']}, the attention kernel of a T4; {STEPS} GRPO steps of 1 prompt of {LENGTH - COMPLETION} "
         f"tokens and 8 answers, {row['max_seq_length']:,} tokens together. Peaks are of what torch "
         f"allocated; with its cache it held {_gb(row['reserved_gb'])} at most. "
-        f"`gk.memory_plan` for a card of {CAP_GB:g} GB derived {options}. Unsloth publishes {UNSLOTHS_GB} GB.",
+        f"`gk.memory_plan` for a card of {CAP_GB:g} GB derived {options}, and planned "
+        f"{' and '.join(f'{_gb(planned - 0.5)} of {phase}' for phase, planned in row['planned_gb'].items())} (without "
+        f"CUDA's own). Unsloth publishes {UNSLOTHS_GB} GB.",
         "",
         *report.grid(HEAD, body),
         *(["", f"It failed: {row['failed']}"] if "failed" in row else []),

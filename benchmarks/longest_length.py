@@ -45,6 +45,7 @@ def main() -> None:
         for system in asked.systems:
             for row in in_own_process(system, shape, asked):
                 before = rows.get((system, shape), {})
+                row |= {"beside": asked.beside}
                 rows[system, shape] = {**row, **before, "failed": row["failed"]} if "failed" in row else row
                 report.keep("longest_length", list(rows.values()), table(list(rows.values())), asked.into)
     print(table(list(rows.values())))
@@ -56,6 +57,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--checkpoints", type=Path, default=Path("/tmp/random-float16"))
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which a process is killed")
+    parser.add_argument("--beside", action="store_true", help="other processes use the GPU: say so in the table")
     parser.add_argument("--one", choices=SYSTEMS, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -114,8 +116,10 @@ def table(rows: list[Row]) -> str:
         "",
         f"Float16, torch's memory capped at {CAP_GB:g} GB, random weights in 4 bits, LoRA rank 32, one completion at a "
         f"time, prompt of 512 tokens included. Of the lengths {', '.join(f'{length:,}' for length in LENGTHS)}; "
-        "in brackets the peak of allocated memory at that length. grpo-kit runs with activation_offloading, which "
-        "its memory plan turns on for such a card, and its step is the whole update.",
+        "in brackets the peak of allocated memory at that length. An update only, no rollout. grpo-kit runs with "
+        "activation_offloading, its step is the whole update, and its attention that of a T4; the host's memory was "
+        "not limited. The peers attend as the card at hand does."
+        + (" Measured beside other processes on the same GPU." if any(row.get("beside") for row in rows) else ""),
         "",
     ]
     body = []
@@ -132,7 +136,7 @@ def _cell(row: Row | None) -> str:
     if not row["untried"]:
         return found
     untried = ", ".join(f"{length:,}" for length in row["untried"])
-    return f"{found}; {untried} {row.get('failed', 'still to be tried')}"
+    return f"at least {found}; {untried} {row.get('failed', 'still to be tried')}"
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ def table(rows: list[Row]) -> str:
         "",
         f"{report.places(rows)[0]}. GB (10⁹ bytes) that torch allocated at most in "
         "each phase of the second step; random weights, 4-bit, LoRA of rank 32, `transformers` engine. Ratio: planned "
-        "over measured, above 1 where too much was planned.",
+        "over measured, above 1 where too much was planned." + _corrected(rows),
         "",
         "| shape | tokens | step | micro-batch | settings | rollout: planned | measured | ratio | update: planned | "
         "measured | ratio | its fullest moment |",
@@ -168,6 +168,13 @@ def table(rows: list[Row]) -> str:
         numbers = " | ".join(cells)
         lines.append(f"| {row['shape']} | {row['length']:,} | {step} | {', '.join(settings)} | {numbers} | {moment} |")
     return "\n".join([*lines, ""])
+
+
+def _corrected(rows: list[Row]) -> str:
+    """Whether the plan was changed after these peaks were measured."""
+    if not any("planned_before" in row for row in rows):
+        return ""
+    return " The plan was corrected on these very runs (`planned_before` in the JSON rows): they don't test it anew."
 
 
 def number(value: float | None) -> str:

@@ -55,7 +55,7 @@ def table(rows: list[Row]) -> str:
         "",
         f"{report.places(rows)[0]}. {training_step.SHAPE}'s shape, random "
         f"weights in 4 bits, LoRA rank 32, bfloat16, {COMPLETIONS} completions, one sequence at a time. "
-        "A whole update.",
+        "A whole update. Both ways have an optimizer of their own on the one model: the peaks hold the states of two.",
         "",
     ]
     body = []

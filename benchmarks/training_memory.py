@@ -93,13 +93,25 @@ def table(rows: list[Row]) -> str:
         "completions to one prompt of 512 tokens, total length as given. Peak of allocated GPU memory, and seconds of "
         "a forward and backward pass over all of them, the second of two repetitions. grpo-kit runs with "
         "activation_offloading and tokens_per_micro_batch=4096 (a longer sequence goes alone); its whole update is "
-        "the same and the KL curve's reference pass, clipping and the optimizer.",
+        "the same and the KL curve's reference pass, clipping and the optimizer. The peers take all completions at "
+        f"once, as they do by themselves. Norm of the gradient over grpo-kit's: {norms(rows)}.",
         "",
     ]
     head = [f"{name}, whole update" if name == WHOLE else name for name in systems]
     against = [f"{name} / Unsloth" for name in head if name.startswith(WHOLE)]
     body = [_line(length, systems, rows) for length in dict.fromkeys(row["length"] for row in rows)]
     return "\n".join([*lines, *report.grid(["total length", *head, *against], body), ""])
+
+
+def norms(rows: list[Row]) -> str:
+    """Of each peer, over all lengths: whether it computes the same."""
+    own = {row["length"]: row["grad_norm"] for row in rows if row["system"] == SAME_WORK and "grad_norm" in row}
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if row["system"] not in (SAME_WORK, WHOLE) and "grad_norm" in row and row["length"] in own:
+            found.setdefault(row["system"], []).append(row["grad_norm"] / own[row["length"]])
+    words = [f"{name} {min(ratios):.2f} to {max(ratios):.2f}" for name, ratios in found.items()]
+    return ", ".join(words) or "no peer was measured"
 
 
 def _line(length: int, systems: list[str], rows: list[Row]) -> list[str]:
