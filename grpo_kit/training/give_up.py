@@ -12,8 +12,8 @@ from grpo_kit.model import Model
 
 
 class PassGivenUp(Exception):
-    """Raised out of a pass, which has moved no weights. In backward it may have added gradients of some layers: only the
-    same pass may be made again, which adds the rest."""
+    """Raised out of a pass, which has moved no weights. In backward it may have added gradients of some layers: only
+    the same pass may be made again, which adds the rest."""
 
 
 @contextmanager
