@@ -49,8 +49,9 @@ def ids(asked: HumanReward) -> dict[str, int]:
     return {question.text: question.id for question in asked.open()}
 
 
-def reward_threads() -> int:
-    return sum(thread.name == "reward" for thread in threading.enumerate())
+def reward_threads() -> set[threading.Thread]:
+    """Not their number: threads that other tests left may end meanwhile."""
+    return {thread for thread in threading.enumerate() if thread.name == "reward"}
 
 
 def test_training_waits_until_all_is_rated():
