@@ -16,7 +16,7 @@ from grpo_kit.kernels.decode_attention import LARGEST_GROUP
 from grpo_kit.kernels.decode_linear import DecodeGroup, Nf4, reaches_tensor_cores
 from grpo_kit.kernels.decode_parts import BLOCK
 from grpo_kit.kernels.triton_ready import use_triton
-from grpo_kit.model.frozen import block_scales, frozen_linear, lora_of
+from grpo_kit.model.frozen import base_layer, block_scales, frozen_linear, lora_of
 from grpo_kit.model.precision import Precision
 from grpo_kit.model.trunk import projections, read_layer, why_not_fused
 from grpo_kit.rollout import NativeEngine
@@ -137,7 +137,7 @@ def _read_layer(layer: Any, dtype: torch.dtype, lowered: list[_Lowered]) -> Deco
 
 
 def _read_group(modules: tuple[Any, ...], dtype: torch.dtype, lowered: list[_Lowered]) -> DecodeGroup:
-    bases = [_base(module) for module in modules]
+    bases = [base_layer(module) for module in modules]
     weights = tuple(_weight(base) for base in bases)
     rows, inner = [base.out_features for base in bases], bases[0].in_features
     bias = None
@@ -167,7 +167,7 @@ def _weight(base: Any) -> Nf4 | Tensor:
 
 
 def _why_not_group(modules: tuple[Any, ...], dtype: torch.dtype) -> str | None:
-    bases = [_base(module) for module in modules]
+    bases = [base_layer(module) for module in modules]
     if bases[0].in_features % BLOCK:
         return f"one of its layers has {bases[0].in_features} inputs, not a multiple of {BLOCK}"
     if len({tuple(factors[0].shape[:1]) if (factors := lora_of(module)) else () for module in modules}) > 1:
@@ -197,10 +197,6 @@ def _norms(decoder: Any) -> Iterator[Tensor]:
     for layer in map(read_layer, decoder.layers):
         norms = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
         yield from (norm for norm in norms if norm is not None)
-
-
-def _base(module: Any) -> Any:
-    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
 
 def _causal_lm(module: Any) -> Any:

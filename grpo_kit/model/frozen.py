@@ -16,16 +16,21 @@ ADAPTER = "default"
 _dequantize = torch.ops.bitsandbytes.dequantize_4bit.default
 
 
+def base_layer(module: Any) -> Any:
+    """The layer under LoRA, or the module itself where there is none."""
+    return module.get_base_layer() if isinstance(module, LoraLayer) else module
+
+
 def frozen_linear(module: Any) -> Frozen:
     """`module`: an nn.Linear or a bitsandbytes layer, with or without LoRA around it."""
-    base: Any = module.get_base_layer() if isinstance(module, LoraLayer) else module
+    base = base_layer(module)
     scaling = module.scaling[ADAPTER] if isinstance(module, LoraLayer) else 1.0
     return Frozen(lambda: dense_weight(base), base.bias, float(scaling))
 
 
 def is_readable(module: Any) -> bool:
     """Whether `dense_weight` knows how this layer keeps its weight: plainly, or in bitsandbytes' 4 bits."""
-    base: Any = module.get_base_layer() if isinstance(module, LoraLayer) else module
+    base = base_layer(module)
     return type(base) is Linear4bit or (type(base) is torch.nn.Linear and base.weight.is_floating_point())
 
 

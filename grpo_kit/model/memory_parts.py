@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from grpo_kit.kernels.decoder_layer import TILE as MLP_TILE
 from grpo_kit.kernels.linear_logprob import CHUNK_BYTES as HEAD_TILE
 from grpo_kit.model.precision import DTYPES
 from grpo_kit.model.shape import Shape, nf4_bytes
@@ -23,7 +24,6 @@ Parts = dict[str, int]  # bytes by part
 
 CUDA_CONTEXT = 500_000_000  # the driver's and the libraries' own, outside of what torch allocates
 HEAD_ROWS = math.isqrt(HEAD_TILE // 8)  # of a tile of float32 logits, which is twice as wide as high
-MLP_TILE = 4096  # tokens that go through an MLP at one time in backward
 OFFLOAD_BUFFERS = 4  # layer inputs on the GPU while the others are with the host: in use, two coming, the last one
 PAIRED = ("online_dpo", "online_ipo")
 OPTIMIZERS = ("adamw_torch", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit")
@@ -232,7 +232,7 @@ def micro_batch(shape: Shape, options: PlanOptions) -> MicroBatch:
         return MicroBatch(count * options.sequence, count * options.sequence, count * longest)
     groups = range(1, max(1, min(options.prompts_per_step, budget // (options.prompt + 1))) + 1)
     found = [_packed(options, budget, count) for count in groups]
-    return MicroBatch(*(max(sizes) for sizes in zip(*((f.tokens, f.rows, f.completions) for f in found), strict=True)))
+    return MicroBatch(max(f.tokens for f in found), max(f.rows for f in found), max(f.completions for f in found))
 
 
 def _packed(options: PlanOptions, budget: int, groups: int) -> MicroBatch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from peft import PeftModel
 
 from grpo_kit.model.lora import add_lora, lora_parameters
+from grpo_kit.rollout import Engine
 from tests.tiny import ARCHITECTURES, SHAPE
 
 SMOLLM3 = ("SmolLM3Config", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 16})
@@ -85,6 +88,16 @@ def learn(module: PeftModel, size: float = 0.3) -> None:
     generator = torch.Generator().manual_seed(2)
     for weight in lora_parameters(module).values():
         weight.copy_(size * torch.randn(weight.shape, generator=generator))
+
+
+def assert_released(engine: Engine, held: list[weakref.ref[torch.Tensor]]) -> None:
+    """Release the engine: these tensors are gone, without the garbage collector."""
+    gc.disable()
+    try:
+        engine.release()
+        assert all(tensor() is None for tensor in held)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

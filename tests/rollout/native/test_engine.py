@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import weakref
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from peft import PeftModel
 from grpo_kit.model.lora import add_lora
 from grpo_kit.rollout import Completion, NativeEngine, Sampling, TransformersEngine
 from grpo_kit.rollout.native.module_step import ModuleStep
-from tests.rollout.native.conftest import VOCABULARY, tiny
+from tests.rollout.native.conftest import VOCABULARY, assert_released, tiny
 from tests.tiny import ARCHITECTURES
 
 NEVER = 300  # an end id outside the vocabulary: completions run to max_tokens
@@ -338,12 +337,7 @@ def test_release_gives_everything_back_and_sampling_works_on(load: Load) -> None
     expected = native.generate(PROMPTS, sampling, n=2)
     held = [weakref.ref(tensor) for tensor in native._idle[0].cache.keys]
     assert all(tensor() is not None for tensor in held)
-    gc.disable()  # it must not take the garbage collector
-    try:
-        native.release()
-        assert all(tensor() is None for tensor in held)
-    finally:
-        gc.enable()
+    assert_released(native, held)
     assert native._idle == [] and native._taken_bytes == 0
     assert native.generate(PROMPTS, sampling, n=2) == expected
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from copy import copy
 from functools import partial
@@ -21,7 +20,7 @@ from grpo_kit.rollout.native.fused_step import FusedStep
 from grpo_kit.rollout.native.module_step import ModuleStep
 from grpo_kit.rollout.native.prefill import prefill
 from grpo_kit.rollout.native.support import examine
-from tests.rollout.native.conftest import FUSED, learn, wide
+from tests.rollout.native.conftest import FUSED, assert_released, learn, wide
 
 ROWS = [[5, 60, 200], list(range(30, 70)), [7, 8], [9, 9, 120, 4, 4, 70]]
 
@@ -184,9 +183,4 @@ def test_release_gives_its_tensors_back() -> None:
     held = [weakref.ref(layer.qkv.lora_a) for layer in step.weights.layers if layer.qkv.lora_a is not None]
     del step
     assert len(held) == 2
-    gc.disable()  # it must not take the garbage collector
-    try:
-        native.release()
-        assert all(tensor() is None for tensor in held)
-    finally:
-        gc.enable()
+    assert_released(native, held)
