@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grpo_kit.kernels.chain import start_next
 from grpo_kit.kernels.decode_parts import Parts
 from grpo_kit.kernels.decode_parts_triton import ROWS, constants, finish, nibble_place, tensors
 
@@ -27,17 +28,19 @@ def gate(parts: Parts) -> Tensor:
 def _gate(
     sums, lora_b, bias, rows, part_stride, row_stride, out, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     PARTS: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     live, real = row < rows, col < WIDTH
     z = finish(
-        sums, lora_b, bias, row, col, live, real, 0, part_stride, row_stride, dtype, PARTS, N, RANK, RANK_BLOCK
+        sums, lora_b, bias, row, col, live, real, 0, part_stride, row_stride, dtype, PARTS, N, RANK, RANK_BLOCK, CHAINED
     )  # fmt: skip
     factor = finish(
-        sums, lora_b, bias, row, WIDTH + col, live, real, 1, part_stride, row_stride, dtype, PARTS, N, RANK, RANK_BLOCK
+        sums, lora_b, bias, row, WIDTH + col, live, real, 1, part_stride, row_stride, dtype, PARTS, N, RANK, RANK_BLOCK, CHAINED
     )  # fmt: skip
     silu = (z / (1 + tl.exp(-z))).to(dtype).to(tl.float32)
+    start_next(CHAINED)
     place = out + row[:, None] * WIDTH + nibble_place(col)[None, :]
     tl.store(place, silu * factor, mask=live[:, None] & real[None, :])

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grpo_kit.kernels.chain import start_next
 from grpo_kit.kernels.decode_parts import Parts
 from grpo_kit.kernels.decode_parts_triton import ROWS, constants, finish, tensors
 from grpo_kit.kernels.triton_ready import unit_stride
@@ -43,6 +44,7 @@ def _finish_heads(
     cos_stride, sin_stride, slot_stride, head_stride, place_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)  # int64: places in the cache pass 2³¹
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -53,15 +55,16 @@ def _finish_heads(
     col = head * (2 * HALF) + pair
     dtype: tl.constexpr = q.dtype.element_ty
     first = finish(
-        sums, lora_b, bias, row, col, live, real, matrix, part_stride, row_stride, dtype, PARTS, N, RANK, RANK_BLOCK
+        sums, lora_b, bias, row, col, live, real, matrix, part_stride, row_stride, dtype, PARTS, N, RANK, RANK_BLOCK, CHAINED
     )  # fmt: skip
     second = finish(
         sums, lora_b, bias, row, col + HALF, live, real, matrix, part_stride, row_stride, dtype,
-        PARTS, N, RANK, RANK_BLOCK,
+        PARTS, N, RANK, RANK_BLOCK, CHAINED,
     )  # fmt: skip
     c = tl.load(cos + row[:, None] * cos_stride + pair[None, :], mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + row[:, None] * sin_stride + pair[None, :], mask=inside, other=0.0).to(tl.float32)
     cached = row.to(tl.int64) * slot_stride + tl.load(positions + row, mask=live, other=0) * place_stride
+    start_next(CHAINED)
     if head < HEADS:
         first, second = _turned(first, second, query_norm, c, s, pair, real, eps, dtype, HALF)
         _store(q + (row * HEADS + head)[:, None] * (2 * HALF), first, second, pair, inside, HALF)

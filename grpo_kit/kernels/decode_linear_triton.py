@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grpo_kit.kernels.chain import chain, start_next, wait_for_last
 from grpo_kit.kernels.decode_linear import MOST_WEIGHTS, DecodeGroup, Nf4
 from grpo_kit.kernels.decode_parts import BLOCK, Parts
 from grpo_kit.kernels.nf4_lookup import VALUES, byte_tables, ptx
@@ -58,7 +59,7 @@ def multiply_in_parts(x: Tensor, group: DecodeGroup, parts: int, tile: Tile) -> 
         None if group.lora_a is None else group.lora_a.contiguous(), _table(x.device, x.dtype, by_ptx), sums,
         len(x), *group.sizes, *[0] * lack, width, group.inner // BLOCK,
         PTX=ptx(x.dtype) if by_ptx else None, ROWS=tile.rows, OUTPUTS=tile.outputs, STAGES=tile.stages,
-        num_warps=tile.warps,
+        num_warps=tile.warps, **chain(x.device),
     )  # fmt: skip
     return group.unfinished(sums, x.dtype)
 
@@ -97,6 +98,7 @@ def _multiply(
     x, words0, words1, words2, absmax0, absmax1, absmax2, lora_a, table, sums,
     rows, size0, size1, size2, width, blocks,
     PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """size0..2: outputs of each matrix, 0 if there is none; width: of `sums`; blocks: K / 64; PTX None: plain loads."""
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -119,21 +121,24 @@ def _multiply(
         inside = tl.minimum(n, size - 1).to(tl.int64)
         product = _nf4_product(
             words + inside[:, None] * (blocks * 16), absmax + inside * blocks, x_row, table, first, last,
-            PTX, ROWS, OUTPUTS, STAGES,
+            PTX, ROWS, OUTPUTS, STAGES, CHAINED,
         )  # fmt: skip
+        start_next(CHAINED)
         _store(sums, product, part, row, column + n, rows, n < size, width)
     elif lora_a is not None:
         outputs = size0 + size1 + size2
         low = (tile - start_low) * LOW_OUTPUTS + tl.arange(0, LOW_OUTPUTS)
         low_inside = tl.minimum(low, width - outputs - 1)
+        wait_for_last(CHAINED)
         low_product = _dense_product(lora_a + low_inside[:, None] * (blocks * 64), x_row, first, last, ROWS, STAGES)
+        start_next(CHAINED)
         _store(sums, low_product, part, row, outputs + low, rows, outputs + low < width, width)
 
 
 @triton.jit
 def _nf4_product(
     words, absmax, x, table, first, last,
-    PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
+    PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """[OUTPUTS, ROWS] of the blocks first..last-1. words [OUTPUTS, 1], absmax [OUTPUTS], x [1, ROWS]: their rows."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -144,6 +149,7 @@ def _nf4_product(
         t4, t5, t6, t7 = tl.load(same + 64), tl.load(same + 80), tl.load(same + 96), tl.load(same + 112)
     words += j[None, :]
     x += j[:, None]
+    wait_for_last(CHAINED)
     total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
     for i in tl.range(first, last, num_stages=STAGES):
         word = tl.load(words + i * 16)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grpo_kit.kernels.chain import chain, start_next, wait_for_last
 from grpo_kit.kernels.decode_parts import Parts
 from grpo_kit.kernels.decode_parts_triton import ROWS, constants, finish, nibble_place, tensors
 from grpo_kit.kernels.triton_ready import unit_stride
@@ -29,6 +30,7 @@ def add_norm(x: Tensor, parts: Parts | None, weight: Tensor | None, eps: float, 
     _norm[(rows,)](
         x, None if weight is None else weight.contiguous(), h, x.stride(0), eps,
         WIDTH=width, BLOCK=block, ORDERED=ordered, num_warps=min(max(block // 256, 1), 16),
+        **chain(x.device),
     )  # fmt: skip
     return x, h
 
@@ -46,28 +48,34 @@ def _added(x: Tensor, parts: Parts) -> Tensor:
 def _add(
     sums, lora_b, bias, rows, part_stride, row_stride, x, out, x_stride, COLUMNS: tl.constexpr,
     PARTS: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     live, real = row < rows, col < N
     inside = live[:, None] & real[None, :]
-    before = tl.load(x + row[:, None] * x_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
     y = finish(
         sums, lora_b, bias, row, col, live, real, 0, part_stride, row_stride, out.dtype.element_ty,
-        PARTS, N, RANK, RANK_BLOCK,
+        PARTS, N, RANK, RANK_BLOCK, CHAINED,
     )  # fmt: skip
+    before = tl.load(x + row[:, None] * x_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    start_next(CHAINED)
     tl.store(out + row[:, None] * N + col[None, :], before + y, mask=inside)
 
 
 @triton.jit
-def _norm(x, weight, h, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ORDERED: tl.constexpr):
+def _norm(x, weight, h, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ORDERED: tl.constexpr, CHAINED: tl.constexpr):
     row = tl.program_id(0)
     col = tl.arange(0, BLOCK)
     real = col < WIDTH
+    if weight is not None:
+        gain = tl.load(weight + col, mask=real, other=0.0).to(tl.float32)
+    wait_for_last(CHAINED)
     value = tl.load(x + row * x_stride + col, mask=real, other=0.0).to(tl.float32)  # [BLOCK]
     scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
     normed = (value * scale).to(x.dtype.element_ty).to(tl.float32)
     if weight is not None:
-        normed *= tl.load(weight + col, mask=real, other=0.0).to(tl.float32)
+        normed *= gain
+    start_next(CHAINED)
     place = nibble_place(col) if ORDERED else col
     tl.store(h + row * WIDTH + place, normed, mask=real)
