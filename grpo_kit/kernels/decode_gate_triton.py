@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kit.kernels.chain import start_next
-from grpo_kit.kernels.decode_parts import Parts
+from grpo_kit.kernels.decode_parts import Parts, span
 from grpo_kit.kernels.decode_parts_triton import ROWS, constants, finish, nibble_place, tensors
 
 COLUMNS = 64  # of gate and as many of up: about 200 programs for 16 rows of an 8B model
@@ -19,28 +19,32 @@ def gate(parts: Parts) -> Tensor:
     width = parts.sizes[0]
     out = torch.empty((parts.rows, width), dtype=parts.dtype, device=parts.sums.device)
     grid = (triton.cdiv(width, COLUMNS), triton.cdiv(parts.rows, ROWS))
-    _gate[grid](**tensors(parts), out=out, WIDTH=width, COLUMNS=COLUMNS, **constants(parts), num_warps=4)
+    _gate[grid](
+        **tensors(parts), out=out, WIDTH=width, SPAN=span(width), COLUMNS=COLUMNS, **constants(parts), num_warps=4
+    )
     return out
 
 
 # The number of rows changes as sequences end: specialized on, it would be compiled again for 1 and for 16.
 @triton.jit(do_not_specialize=["rows"])
 def _gate(
-    sums, lora_b, bias, rows, part_stride, row_stride, out, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    sums, lora_b, bias, rows, part_stride, row_stride, out, WIDTH: tl.constexpr, SPAN: tl.constexpr,
+    COLUMNS: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     live, real = row < rows, col < WIDTH
     z = finish(
-        sums, lora_b, bias, row, col, live, real, 0, part_stride, row_stride, dtype, PARTS, N, RANK, RANK_BLOCK, CHAINED
+        sums, lora_b, bias, row, col, live, real, 0, part_stride, row_stride, dtype,
+        PARTS, N, RANK, RANK_BLOCK, CHAINED,
     )  # fmt: skip
     factor = finish(
-        sums, lora_b, bias, row, WIDTH + col, live, real, 1, part_stride, row_stride, dtype, PARTS, N, RANK, RANK_BLOCK, CHAINED
+        sums, lora_b, bias, row, WIDTH + col, live, real, 1, part_stride, row_stride, dtype,
+        PARTS, N, RANK, RANK_BLOCK, CHAINED,
     )  # fmt: skip
     silu = (z / (1 + tl.exp(-z))).to(dtype).to(tl.float32)
     start_next(CHAINED)
-    place = out + row[:, None] * WIDTH + nibble_place(col)[None, :]
+    place = out + row[:, None] * WIDTH + nibble_place(col, SPAN)[None, :]
     tl.store(place, silu * factor, mask=live[:, None] & real[None, :])

@@ -55,7 +55,8 @@ def _finish_heads(
     col = head * (2 * HALF) + pair
     dtype: tl.constexpr = q.dtype.element_ty
     first = finish(
-        sums, lora_b, bias, row, col, live, real, matrix, part_stride, row_stride, dtype, PARTS, N, RANK, RANK_BLOCK, CHAINED
+        sums, lora_b, bias, row, col, live, real, matrix, part_stride, row_stride, dtype,
+        PARTS, N, RANK, RANK_BLOCK, CHAINED,
     )  # fmt: skip
     second = finish(
         sums, lora_b, bias, row, col + HALF, live, real, matrix, part_stride, row_stride, dtype,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kit.kernels.chain import chain, start_next, wait_for_last
-from grpo_kit.kernels.decode_parts import Parts
+from grpo_kit.kernels.decode_parts import Parts, span
 from grpo_kit.kernels.decode_parts_triton import ROWS, constants, finish, nibble_place, tensors
 from grpo_kit.kernels.triton_ready import unit_stride
 
@@ -29,7 +29,7 @@ def add_norm(x: Tensor, parts: Parts | None, weight: Tensor | None, eps: float, 
     block = triton.next_power_of_2(width)
     _norm[(rows,)](
         x, None if weight is None else weight.contiguous(), h, x.stride(0), eps,
-        WIDTH=width, BLOCK=block, ORDERED=ordered, num_warps=min(max(block // 256, 1), 16),
+        WIDTH=width, BLOCK=block, SPAN=span(width) if ordered else None, num_warps=min(max(block // 256, 1), 16),
         **chain(x.device),
     )  # fmt: skip
     return x, h
@@ -64,7 +64,9 @@ def _add(
 
 
 @triton.jit
-def _norm(x, weight, h, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ORDERED: tl.constexpr, CHAINED: tl.constexpr):
+def _norm(
+    x, weight, h, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, CHAINED: tl.constexpr
+):
     row = tl.program_id(0)
     col = tl.arange(0, BLOCK)
     real = col < WIDTH
@@ -77,5 +79,5 @@ def _norm(x, weight, h, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     if weight is not None:
         normed *= gain
     start_next(CHAINED)
-    place = nibble_place(col) if ORDERED else col
+    place = col if SPAN is None else nibble_place(col, SPAN)
     tl.store(h + row * WIDTH + place, normed, mask=real)

@@ -76,6 +76,6 @@ def _added_up(first, inside, part_stride, PARTS: tl.constexpr):
 
 
 @triton.jit
-def nibble_place(col):
-    """Where `nibble_order` puts column `col`."""
-    return col // 64 * 64 + col % 4 * 16 + col % 64 // 4
+def nibble_place(col, SPAN: tl.constexpr):
+    """Where `nibble_order` puts column `col` of a dimension with this `span`."""
+    return col // SPAN * SPAN + col % 4 * (SPAN // 4) + col % SPAN // 4
