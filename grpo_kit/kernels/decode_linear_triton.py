@@ -182,7 +182,8 @@ def _nf4_product(
         else:
             w0, w1 = tl.load(table + (word >> 4 & 15)), tl.load(table + (word & 15))
             w2, w3 = tl.load(table + (word >> 12 & 15)), tl.load(table + (word >> 8 & 15))
-        place = i * WORDS // QUARTER * SPAN + i * WORDS % QUARTER
+        # The compiler does not see by itself that wide copies fit.
+        place = tl.multiple_of(i * WORDS // QUARTER * SPAN + i * WORDS % QUARTER, 16)
         total = tl.dot(w0 * scale, tl.load(x + place), total, input_precision="ieee")
         total = tl.dot(w1 * scale, tl.load(x + place + QUARTER), total, input_precision="ieee")
         total = tl.dot(w2 * scale, tl.load(x + place + 2 * QUARTER), total, input_precision="ieee")
