@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo_kit.kernels.chain import start_next
 from grpo_kit.kernels.decode_parts import Parts, span
-from grpo_kit.kernels.decode_parts_triton import ROWS, constants, finish, nibble_place, tensors
+from grpo_kit.kernels.decode_parts_triton import ROWS, constants, finish, store_in_nibble_order, tensors
 
 COLUMNS = 64  # of gate and as many of up: about 200 programs for 16 rows of an 8B model
 
@@ -46,5 +46,4 @@ def _gate(
     )  # fmt: skip
     silu = (z / (1 + tl.exp(-z))).to(dtype).to(tl.float32)
     start_next(CHAINED)
-    place = out + row[:, None] * WIDTH + nibble_place(col, SPAN)[None, :]
-    tl.store(place, silu * factor, mask=live[:, None] & real[None, :])
+    store_in_nibble_order(out + row * WIDTH, tl.program_id(0) * COLUMNS, silu * factor, live, SPAN)
