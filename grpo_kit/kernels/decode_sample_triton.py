@@ -98,6 +98,6 @@ def _finite(peak):
 
 @triton.jit
 def _first_above(cumulative, target, weight, place):
-    """The first place whose cumulative weight exceeds the target; where rounding leaves none, the last with a weight."""
+    """The first place whose cumulative weight exceeds the target; if rounding leaves none, the last with a weight."""
     last = tl.max(tl.where(weight > 0, place, 0), 0)
     return tl.minimum(tl.sum((cumulative <= target).to(tl.int32), 0), last)
