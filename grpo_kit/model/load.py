@@ -142,7 +142,7 @@ def _build(options: LoadOptions, path: str, found: str, config: Any) -> Model:
     notes.append(
         ("adapter", f"LoRA rank {options.lora_rank}, {adapter / 1e6:.1f} M weights in float32", "all linear layers")
     )
-    fused = step_for(name, adapted, precision, options.max_seq_length, notes)
+    fused = step_for(name, adapted, precision, notes)
     engine = make_engine(
         name,
         adapted,
