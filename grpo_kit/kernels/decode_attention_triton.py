@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grpo_kit.kernels.chain import chain, start_next, wait_for_last
+from grpo_kit.kernels.decode_parts import span
+from grpo_kit.kernels.decode_parts_triton import nibble_place
 from grpo_kit.kernels.triton_ready import unit_stride
 
 GRAIN = tl.constexpr(32)  # a part's columns are a multiple of this
@@ -50,13 +53,15 @@ def attend_in_parts(
     _attend[(rows, kv_heads, parts)](
         q, keys, values, positions, sums, log_totals, scale * math.log2(math.e),
         *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-        HEADS=heads // kv_heads, GROUP=group, WIDTH=width, PADDED=padded, SPLIT=parts > 1,
+        HEADS=heads // kv_heads, GROUP=group, WIDTH=width, PADDED=padded, SPAN=span(heads * width), SPLIT=parts > 1,
         TILE=min(64, max(16, TILE_BYTES // (padded * q.element_size()))), num_warps=4, num_stages=STAGES,
+        **chain(q.device),
     )  # fmt: skip
     if parts > 1:
         _combine[(rows, heads)](
             sums, log_totals, result, parts,
-            WIDTH=width, PADDED=padded, PARTS=triton.next_power_of_2(parts), num_warps=4,
+            WIDTH=width, PADDED=padded, SPAN=span(heads * width), PARTS=triton.next_power_of_2(parts), num_warps=4,
+            **chain(q.device),
         )  # fmt: skip
     return result
 
@@ -85,10 +90,11 @@ def _attend(
     q, keys, values, positions, sums, log_totals, scale,
     q_row, q_head, key_row, key_head, key_column, value_row, value_head, value_column,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    SPLIT: tl.constexpr, TILE: tl.constexpr,
+    SPAN: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """HEADS: of queries on one head of keys; GROUP: the same, padded. scale: times log₂e. Not SPLIT: `sums` is the
     result, log_totals None."""
+    wait_for_last(CHAINED)
     row = tl.program_id(0).to(tl.int64)  # int64: row·stride passes 2³¹
     kv_head = tl.program_id(1).to(tl.int64)
     head = tl.arange(0, GROUP)
@@ -121,6 +127,7 @@ def _attend(
         weighted = tl.dot(weight.to(some.dtype), some, weighted * shrink[:, None], input_precision="ieee")
         peak = new_peak
 
+    start_next(CHAINED)
     total = tl.sum(totals, 1)
     heads = tl.num_programs(1) * HEADS
     if SPLIT:
@@ -129,7 +136,7 @@ def _attend(
         if first < end:
             tl.store(sums + place[:, None] * WIDTH + d[None, :], weighted / total[:, None], mask=used)
     else:
-        place = _nibble_place((kv_head * HEADS + head)[:, None] * WIDTH + d[None, :])
+        place = nibble_place((kv_head * HEADS + head)[:, None] * WIDTH + d[None, :], SPAN)
         tl.store(sums + row * (heads * WIDTH) + place, weighted / total[:, None], mask=used)
 
 
@@ -144,7 +151,18 @@ def _cached(x, start, end, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, TI
 
 # The number of parts changes with length and rows; the kernel differs only by its power of two.
 @triton.jit(do_not_specialize=["parts"])
-def _combine(sums, log_totals, result, parts, WIDTH: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr):
+def _combine(
+    sums,
+    log_totals,
+    result,
+    parts,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    SPAN: tl.constexpr,
+    PARTS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    wait_for_last(CHAINED)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heads = tl.num_programs(1)
     part = tl.arange(0, PARTS)
@@ -157,9 +175,5 @@ def _combine(sums, log_totals, result, parts, WIDTH: tl.constexpr, PADDED: tl.co
     )  # [PARTS, PADDED]
     weight = tl.exp2(log_total - tl.max(log_total, 0))
     mean = tl.sum(tl.where((weight > 0)[:, None], some * weight[:, None], 0.0), 0) / tl.sum(weight, 0)
-    tl.store(result + row * (heads * WIDTH) + _nibble_place(head * WIDTH + d), mean, mask=d < WIDTH)
-
-
-@triton.jit
-def _nibble_place(k):
-    return k // 64 * 64 + k % 4 * 16 + k % 64 // 4
+    start_next(CHAINED)
+    tl.store(result + row * (heads * WIDTH) + nibble_place(head * WIDTH + d, SPAN), mean, mask=d < WIDTH)

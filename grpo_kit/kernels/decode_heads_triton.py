@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grpo_kit.kernels.chain import start_next
 from grpo_kit.kernels.decode_norm_triton import gained
 from grpo_kit.kernels.decode_parts import Parts
 from grpo_kit.kernels.decode_parts_triton import ROWS, constants, finish, tensors
@@ -46,6 +47,7 @@ def _finish_heads(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     TURNED: tl.constexpr, SINGLE: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     PARTS: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """HALF: pairs of numbers in a head; TURNED: how many of them are turned. SINGLE: one matrix holds q, k and v."""
     head = tl.program_id(0).to(tl.int64)  # int64: places in the cache pass 2³¹
@@ -64,16 +66,17 @@ def _finish_heads(
     dtype: tl.constexpr = q.dtype.element_ty
     first = finish(
         sums, lora_b, bias, row, col + d, live, real, matrix, part_stride, row_stride, dtype,
-        PARTS, N, RANK, RANK_BLOCK,
+        PARTS, N, RANK, RANK_BLOCK, CHAINED,
     )  # fmt: skip
     second = finish(
         sums, lora_b, bias, row, col + e, live, real, matrix, part_stride, row_stride, dtype,
-        PARTS, N, RANK, RANK_BLOCK,
+        PARTS, N, RANK, RANK_BLOCK, CHAINED,
     )  # fmt: skip
     turned = live[:, None] & (pair < TURNED)[None, :]
     c = tl.load(cos + row[:, None] * cos_stride + pair[None, :], mask=turned, other=1.0).to(tl.float32)
     s = tl.load(sin + row[:, None] * sin_stride + pair[None, :], mask=turned, other=0.0).to(tl.float32)
     cached = row.to(tl.int64) * slot_stride + tl.load(positions + row, mask=live, other=0) * place_stride
+    start_next(CHAINED)
     if head < HEADS:
         first, second = _turned(first, second, query_norm, c, s, d, e, real, eps, dtype, HALF, ZERO_CENTERED)
         _store(q + (row * HEADS + head)[:, None] * (2 * HALF), first, second, d, e, inside)

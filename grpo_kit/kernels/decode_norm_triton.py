@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kit.kernels.decode_parts import Parts
+from grpo_kit.kernels.chain import chain, start_next, wait_for_last
+from grpo_kit.kernels.decode_parts import Parts, span
 from grpo_kit.kernels.decode_parts_triton import ROWS, constants, finish, nibble_place, tensors
 from grpo_kit.kernels.triton_ready import unit_stride
 
@@ -33,8 +34,8 @@ def add_norm(
     block = triton.next_power_of_2(width)
     _norm[(rows,)](
         x, None if weight is None else weight.contiguous(), h, y, None if inner is None else inner.contiguous(), total,
-        x.stride(0), eps, WIDTH=width, BLOCK=block, ORDERED=ordered, ZERO_CENTERED=zero_centered,
-        num_warps=min(max(block // 256, 1), 16),
+        x.stride(0), eps, WIDTH=width, BLOCK=block, SPAN=span(width) if ordered else None, ZERO_CENTERED=zero_centered,
+        num_warps=min(max(block // 256, 1), 16), **chain(x.device),
     )  # fmt: skip
     return x if total is None else total, h
 
@@ -55,6 +56,7 @@ def _added(x: Tensor | None, parts: Parts) -> Tensor:
 def _add(
     sums, lora_b, bias, rows, part_stride, row_stride, x, out, x_stride, COLUMNS: tl.constexpr,
     PARTS: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -62,34 +64,41 @@ def _add(
     inside = live[:, None] & real[None, :]
     y = finish(
         sums, lora_b, bias, row, col, live, real, 0, part_stride, row_stride, out.dtype.element_ty,
-        PARTS, N, RANK, RANK_BLOCK,
+        PARTS, N, RANK, RANK_BLOCK, CHAINED,
     )  # fmt: skip
     if x is not None:
         y += tl.load(x + row[:, None] * x_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    start_next(CHAINED)
     tl.store(out + row[:, None] * N + col[None, :], y, mask=inside)
 
 
 @triton.jit
 def _norm(
     x, weight, h, y, inner, total, x_stride, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ORDERED: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, ZERO_CENTERED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """y, inner, total: None, or what goes through a norm of its own, that norm's weight, and where x and it go."""
     dtype: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0)
     col = tl.arange(0, BLOCK)
     real = col < WIDTH
+    if weight is not None:
+        gain = tl.load(weight + col, mask=real, other=0.0)
+    if y is not None:
+        inner_gain = tl.load(inner + col, mask=real, other=0.0)
+    wait_for_last(CHAINED)
     value = tl.load(x + row * x_stride + col, mask=real, other=0.0).to(tl.float32)  # [BLOCK]
     if y is not None:
         own = tl.load(y + row * WIDTH + col, mask=real, other=0.0).to(tl.float32)
         own *= tl.rsqrt(tl.sum(own * own, 0) / WIDTH + eps)
-        own = gained(own, tl.load(inner + col, mask=real, other=0.0), dtype, ZERO_CENTERED)
+        own = gained(own, inner_gain, dtype, ZERO_CENTERED)
         value = (value + own.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
         tl.store(total + row * WIDTH + col, value, mask=real)
     normed = value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
     if weight is not None:
-        normed = gained(normed, tl.load(weight + col, mask=real, other=0.0), dtype, ZERO_CENTERED)
-    place = nibble_place(col) if ORDERED else col
+        normed = gained(normed, gain, dtype, ZERO_CENTERED)
+    start_next(CHAINED)
+    place = col if SPAN is None else nibble_place(col, SPAN)
     tl.store(h + row * WIDTH + place, normed, mask=real)
 
 

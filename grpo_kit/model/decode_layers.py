@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_kit.kernels.decode_attention import LARGEST_GROUP
 from grpo_kit.kernels.decode_linear import DecodeGroup, Nf4, reaches_tensor_cores
-from grpo_kit.kernels.decode_parts import BLOCK
+from grpo_kit.kernels.decode_parts import BLOCK, span
 from grpo_kit.kernels.triton_ready import use_triton
 from grpo_kit.model.families import GEMMA, SAMPLED, kind_of, projections, why_not_read
 from grpo_kit.model.frozen import base_layer, block_scales, frozen_linear, lora_of
@@ -112,12 +112,12 @@ def read_decoder(module: Any) -> DecodeWeights:
 
 
 class _Lowered:
-    """One module's LoRA, and where a group holds it in the compute format: a [r, K/64, 4, 16], the nibble order's
+    """One module's LoRA, and where a group holds it in the compute format: a [r, K/W, 4, W/4], the nibble order's
     places, and b [N, r]. Views made once: a model has hundreds, and each refresh is then two launches a module."""
 
     def __init__(self, module: Any, a: Tensor, b: Tensor):
         source_a, source_b = (weight.detach() for weight in lora_of(module))
-        self.source_a = source_a.unflatten(-1, (-1, BLOCK // 4, 4)).transpose(-1, -2)
+        self.source_a = source_a.unflatten(-1, (-1, span(source_a.shape[-1]) // 4, 4)).transpose(-1, -2)
         self.source_b, self.scaling = source_b, frozen_linear(module).scaling
         self.a, self.b = a.view(self.source_a.shape), b
 

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_kit.kernels.decode_attention import decode_attention
 from tests.kernels.launching import launch, skip_products_in, where_kernels_run
+from tests.kernels.unfinished import nibbles_by_hand
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # heads, kv_heads, D: groups of 1, 4, 7 and 16; D that fill a power of two and that don't.
@@ -39,11 +40,7 @@ def reference(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Ten
     for b, position in enumerate(positions.tolist()):
         k, v = (x[b, :, : position + 1].double() for x in (keys, values))
         rows.append(scaled_dot_product_attention(q[b, :, None].double(), k, v, scale=SCALE, enable_gqa=True).flatten())
-    plain = torch.stack(rows)
-    ordered = torch.empty_like(plain)
-    for k in range(plain.shape[1]):
-        ordered[:, k - k % 64 + 16 * (k % 4) + k % 64 // 4] = plain[:, k]
-    return ordered
+    return nibbles_by_hand(torch.stack(rows))
 
 
 def assert_accurate(got: Tensor, given: list[Tensor]) -> None:
