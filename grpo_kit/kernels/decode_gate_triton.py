@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo_kit.kernels.chain import start_next
 from grpo_kit.kernels.decode_parts import Parts, span
-from grpo_kit.kernels.decode_parts_triton import ROWS, constants, finish, nibble_place, tensors
+from grpo_kit.kernels.decode_parts_triton import ROWS, constants, finish, store_in_nibble_order, tensors
 
 COLUMNS = 64  # of gate and as many of up: about 200 programs for 16 rows of an 8B model
 
@@ -52,5 +52,5 @@ def _gate(
     else:  # (1 + tanh(a)) / 2 is sigmoid(2·a); 1.5957… is 2·√(2/π)
         active = z / (1 + tl.exp(-1.5957691216057308 * (z + 0.044715 * z * z * z)))
     start_next(CHAINED)
-    place = out + row[:, None] * WIDTH + nibble_place(col, SPAN)[None, :]
-    tl.store(place, active.to(dtype).to(tl.float32) * factor, mask=live[:, None] & real[None, :])
+    y = active.to(dtype).to(tl.float32) * factor
+    store_in_nibble_order(out + row * WIDTH, tl.program_id(0) * COLUMNS, y, live, SPAN)

@@ -8,6 +8,7 @@ dtype as its value and once more as the product with its block's scale.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -25,31 +26,34 @@ from grpo_kit.kernels.nf4_lookup import VALUES, byte_tables, ptx
 @dataclass(frozen=True)
 class Tile:
     """What a program computes, and with how much: rows of x × outputs of a matrix, at most so many blocks at a time,
-    and so many times that on the way or in use."""
+    and so many times that on the way or in use. parts: of K at least; for few rows adding them up costs less than all
+    programs starting and ending together."""
 
     rows: int
     outputs: int
     blocks: int
     warps: int
     stages: int
+    parts: int = 1
 
     def blocks_of(self, inner: int) -> int:
         """Blocks at a time in a matrix with so many inputs."""
         return min(self.blocks, span(inner) // BLOCK)
 
 
-TILES = (Tile(8, 32, 4, 2, 3), Tile(16, 64, 2, 2, 3), Tile(32, 64, 2, 4, 3), Tile(64, 128, 2, 8, 3))
+TILES = (Tile(8, 32, 4, 2, 4, parts=2), Tile(16, 64, 4, 2, 3), Tile(32, 64, 2, 4, 3), Tile(64, 64, 2, 4, 3))
 LOW_OUTPUTS = tl.constexpr(16)  # of LoRA's A, in 16 bits: as many bytes as 64 outputs in 4 bits
-WARPS_PER_MULTIPROCESSOR = 13  # fewer leave memory idle, more parts cost too much to add up
-MOST_PARTS, SHORTEST = 16, 4  # parts, and blocks of one
+WARPS_PER_MULTIPROCESSOR = 7.5  # fewer leave memory idle, more parts cost too much to add up
+MOST_PARTS = 16  # that a consumer adds up
 MULTIPROCESSORS = 132  # where there is no GPU to ask
 
 
 def multiply(x: Tensor, group: DecodeGroup) -> Parts:
     """Parts, as `decode_linear` has them; 4-bit weights and at most 64 rows."""
     tile = next(tile for tile in TILES if len(x) <= tile.rows)
-    parts = parts_of_a_product(_tiles(group, tile) * tile.warps, group.inner // BLOCK, _multiprocessors(x.device))
-    return multiply_in_parts(x, group, parts, tile)
+    steps = group.inner // BLOCK // tile.blocks_of(group.inner)
+    parts = parts_of_a_product(_tiles(group, tile) * tile.warps, steps, _multiprocessors(x.device))
+    return multiply_in_parts(x, group, max(parts, min(tile.parts, steps)), tile)
 
 
 def multiply_in_parts(x: Tensor, group: DecodeGroup, parts: int, tile: Tile) -> Parts:
@@ -72,10 +76,15 @@ def multiply_in_parts(x: Tensor, group: DecodeGroup, parts: int, tile: Tile) -> 
     return group.unfinished(sums, x.dtype)
 
 
-def parts_of_a_product(warps: int, blocks: int, multiprocessors: int) -> int:
-    """Into how many parts K, of so many blocks, is cut; `warps`: of all the programs of one part."""
-    to_fill_all = round(multiprocessors * WARPS_PER_MULTIPROCESSOR / warps)
-    return max(1, min(to_fill_all, MOST_PARTS, blocks // SHORTEST))
+def parts_of_a_product(warps: int, steps: int, multiprocessors: int) -> int:
+    """Into how many parts K is cut, that a program takes in so many steps; `warps`: of all the programs of one part.
+
+    As many as give all multiprocessors enough to do; a few more if they are then equal.
+    """
+    needed = math.ceil(multiprocessors * WARPS_PER_MULTIPROCESSOR / warps)
+    most = min(MOST_PARTS, steps)
+    equal = [parts for parts in range(needed, min(2 * needed, most) + 1) if steps % parts == 0]
+    return equal[0] if equal else min(needed, most)
 
 
 def _tiles(group: DecodeGroup, tile: Tile) -> int:
@@ -182,7 +191,8 @@ def _nf4_product(
         else:
             w0, w1 = tl.load(table + (word >> 4 & 15)), tl.load(table + (word & 15))
             w2, w3 = tl.load(table + (word >> 12 & 15)), tl.load(table + (word >> 8 & 15))
-        place = i * WORDS // QUARTER * SPAN + i * WORDS % QUARTER
+        # The compiler does not see by itself that wide copies fit.
+        place = tl.multiple_of(i * WORDS // QUARTER * SPAN + i * WORDS % QUARTER, 16)
         total = tl.dot(w0 * scale, tl.load(x + place), total, input_precision="ieee")
         total = tl.dot(w1 * scale, tl.load(x + place + QUARTER), total, input_precision="ieee")
         total = tl.dot(w2 * scale, tl.load(x + place + 2 * QUARTER), total, input_precision="ieee")

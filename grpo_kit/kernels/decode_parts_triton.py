@@ -68,14 +68,27 @@ def finish(
 
 @triton.jit
 def _added_up(first, inside, part_stride, PARTS: tl.constexpr):
-    """Σ over the parts of the numbers at the addresses `first`. Unrolled: no load waits for another."""
-    total = tl.load(first, mask=inside, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(first + part * part_stride, mask=inside, other=0.0)
-    return total
+    """Σ over the parts of the numbers at the addresses `first`. One tile of all parts, so that no load waits for
+    another, and that what is rearranged for a product on the tensor cores is the sum."""
+    part = tl.arange(0, triton.next_power_of_2(PARTS))[:, None, None]
+    some = tl.load(first[None] + part * part_stride, mask=inside[None] & (part < PARTS), other=0.0)
+    return tl.sum(some, 0)
 
 
 @triton.jit
 def nibble_place(col, SPAN: tl.constexpr):
     """Where `nibble_order` puts column `col` of a dimension with this `span`."""
     return col // SPAN * SPAN + col % 4 * (SPAN // 4) + col % SPAN // 4
+
+
+@triton.jit
+def store_in_nibble_order(start, first_col, y, live, SPAN: tl.constexpr):
+    """Store y [ROWS, COLUMNS], the columns from `first_col` on of the rows at `start` [ROWS], of which some are `live`.
+
+    COLUMNS divides SPAN. Rearranged first: as they lie, each number would go to a sector of memory of its own.
+    """
+    QUARTER: tl.constexpr = y.shape[1] // 4
+    y = tl.permute(tl.reshape(y, (y.shape[0], QUARTER, 4)), (0, 2, 1))  # [ROWS, 4, COLUMNS / 4]
+    place = tl.arange(0, 4)[:, None] * (SPAN // 4) + tl.arange(0, QUARTER)[None, :]
+    place += first_col // SPAN * SPAN + tl.multiple_of(first_col % SPAN // 4, QUARTER)
+    tl.store(start[:, None, None] + place[None], y, mask=live[:, None, None])

@@ -172,14 +172,15 @@ def test_kernel_in_parts_of_unequal_length(parts: int) -> None:
 
 
 def test_parts_fill_an_h200() -> None:
-    """Tiles of 64 outputs with 2 warps, 132 multiprocessors; the layers of an 8B model with LoRA of rank 32."""
+    """Tiles of 32 outputs with 2 warps, steps of 256 inputs, 132 multiprocessors; layers with LoRA of rank 32."""
     parts = triton_kernel().parts_of_a_product
-    assert parts(2 * (6144 // 64 + 6), 4096 // 64, 132) == 8  # q, k, v: 816 programs
-    assert parts(2 * (4096 // 64 + 2), 4096 // 64, 132) == 13  # o: 858
-    assert parts(2 * (28672 // 64 + 4), 4096 // 64, 132) == 2  # gate and up: 904
-    assert parts(2 * (4096 // 64 + 2), 14336 // 64, 132) == 13  # down
-    assert parts(2 * 8, 8192 // 64, 132) == 16  # no more than are added up well
-    assert parts(2 * 24, 1536 // 64, 132) == 6  # no fewer than 4 blocks each
+    assert parts(2 * (6144 // 32 + 6), 4096 // 256, 132) == 4  # q, k, v of an 8B model: 3 are not enough to be equal
+    assert parts(2 * (4096 // 32 + 2), 4096 // 256, 132) == 4  # o
+    assert parts(2 * (28672 // 32 + 4), 4096 // 256, 132) == 1  # gate and up
+    assert parts(2 * (4096 // 32 + 2), 14336 // 256, 132) == 4  # down
+    assert parts(2 * (1536 // 32 + 2), 8960 // 256, 132) == 10  # down of a 1.5B model: none up to 16 is equal
+    assert parts(2 * 8, 8192 // 256, 132) == 16  # no more than are added up well
+    assert parts(2 * 24, 1536 // 256, 132) == 6  # each has a step
     assert parts(2, 1, 132) == 1
 
 
