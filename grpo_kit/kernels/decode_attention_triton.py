@@ -19,6 +19,7 @@ from grpo_kit.kernels.decode_parts import span
 from grpo_kit.kernels.decode_parts_triton import nibble_place
 from grpo_kit.kernels.triton_ready import unit_stride
 
+LOG2_E = tl.constexpr(math.log2(math.e))
 GRAIN = tl.constexpr(32)  # a part's columns are a multiple of this
 # Of keys, and again of values, that a program takes at a time, and how many such tiles are on their way or in use: with
 # 128 numbers a head 38 KB and under 100 registers a thread, so that five programs fit on a multiprocessor of sm90.
@@ -30,18 +31,25 @@ MOST_PARTS = 64  # are added up at once
 MULTIPROCESSORS, CAPABILITY = 132, (9, 0)
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, length: int) -> Tensor:
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, length: int,
+    window: int | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
     """[B, heads·D], as `decode_attention` has it."""
     heads, kv_heads = q.shape[1], keys.shape[1]
     multiprocessors, capability = _hardware(q.device)
-    parts = parts_of_a_row(len(q) * kv_heads, length, multiprocessors)
-    return attend_in_parts(q, keys, values, positions, scale, parts, padded_group(heads // kv_heads, capability))
+    seen = length if window is None else min(length, window)
+    parts = parts_of_a_row(len(q) * kv_heads, seen, multiprocessors)
+    group = padded_group(heads // kv_heads, capability)
+    return attend_in_parts(q, keys, values, positions, scale, parts, group, window, softcap)
 
 
 def attend_in_parts(
-    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, parts: int, group: int
-) -> Tensor:
-    """The same with each row cut into `parts`, and a head of keys' queries padded to `group`, a power of two."""
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, parts: int, group: int,
+    window: int | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """The same with what each row sees cut into `parts`, and a head of keys' queries padded to `group`, a power of
+    two."""
     q, positions = unit_stride(q), unit_stride(positions)
     rows, heads, width = q.shape
     kv_heads, padded = keys.shape[1], triton.next_power_of_2(width)
@@ -51,8 +59,9 @@ def attend_in_parts(
         sums = torch.empty(rows, heads, parts, width, dtype=torch.float32, device=q.device)
         log_totals = torch.empty(rows, heads, parts, dtype=torch.float32, device=q.device)
     _attend[(rows, kv_heads, parts)](
-        q, keys, values, positions, sums, log_totals, scale * math.log2(math.e),
+        q, keys, values, positions, sums, log_totals, scale * LOG2_E.value,
         *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
+        WINDOW=window, CAP=None if softcap is None else softcap * LOG2_E.value,
         HEADS=heads // kv_heads, GROUP=group, WIDTH=width, PADDED=padded, SPAN=span(heads * width), SPLIT=parts > 1,
         TILE=min(64, max(16, TILE_BYTES // (padded * q.element_size()))), num_warps=4, num_stages=STAGES,
         **chain(q.device),
@@ -67,7 +76,7 @@ def attend_in_parts(
 
 
 def parts_of_a_row(programs: int, length: int, multiprocessors: int) -> int:
-    """Into how many parts each row of up to `length` columns is cut; `programs`: rows × heads of keys, above 0."""
+    """Into how many parts each row that sees up to `length` columns is cut; `programs`: rows × heads of keys."""
     to_fill_all = min(multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // programs, triton.cdiv(length, SHORTEST))
     return min(max(1, to_fill_all, triton.cdiv(length, LONGEST)), MOST_PARTS)
 
@@ -89,10 +98,10 @@ def _hardware(device: torch.device) -> tuple[int, tuple[int, int]]:
 def _attend(
     q, keys, values, positions, sums, log_totals, scale,
     q_row, q_head, key_row, key_head, key_column, value_row, value_head, value_column,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    SPAN: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, CHAINED: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, SPAN: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """HEADS: of queries on one head of keys; GROUP: the same, padded. scale: times log₂e. Not SPLIT: `sums` is the
+    """HEADS: of queries on one head of keys; GROUP: the same, padded. scale, CAP: times log₂e. Not SPLIT: `sums` is the
     result, log_totals None."""
     wait_for_last(CHAINED)
     row = tl.program_id(0).to(tl.int64)  # int64: row·stride passes 2³¹
@@ -105,9 +114,11 @@ def _attend(
     )  # [GROUP, PADDED]
     end = tl.load(positions + row).to(tl.int32) + 1
     first = 0
+    if WINDOW is not None:
+        first = tl.maximum(end - WINDOW, 0)
     if SPLIT:
-        share = tl.cdiv(tl.cdiv(end, tl.num_programs(2)), GRAIN) * GRAIN
-        first = tl.program_id(2) * share
+        share = tl.cdiv(tl.cdiv(end - first, tl.num_programs(2)), GRAIN) * GRAIN
+        first += tl.program_id(2) * share
         end = tl.minimum(first + share, end)
 
     peak = tl.full([GROUP], -float("inf"), tl.float32)  # logarithms are to the base 2
@@ -118,7 +129,10 @@ def _attend(
     for start in range(first, end, TILE):
         scores = tl.dot(query, _cached(key, start, end, key_column, WIDTH, PADDED, TILE).T, input_precision="ieee")
         seen = start + tl.arange(0, TILE) < end
-        scores = tl.where(seen[None, :], scores * scale, -float("inf"))  # [GROUP, TILE]
+        scores *= scale
+        if CAP is not None:
+            scores = _capped(scores, CAP)
+        scores = tl.where(seen[None, :], scores, -float("inf"))  # [GROUP, TILE]
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         shrink = tl.exp2(peak - new_peak)
         weight = tl.exp2(scores - new_peak[:, None])
@@ -138,6 +152,12 @@ def _attend(
     else:
         place = nibble_place((kv_head * HEADS + head)[:, None] * WIDTH + d[None, :], SPAN)
         tl.store(sums + row * (heads * WIDTH) + place, weighted / total[:, None], mask=used)
+
+
+@triton.jit
+def _capped(scores, CAP: tl.constexpr):
+    """CAP·tanh(scores / CAP); Triton has no tanh of its own that every version and the interpreter know."""
+    return CAP - 2 * CAP / (1 + tl.exp2(scores * (2 * LOG2_E / CAP)))
 
 
 @triton.jit

@@ -3,6 +3,7 @@ explained."""
 
 from __future__ import annotations
 
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from grpo_kit.model.lora import add_lora
 from grpo_kit.model.model import LoadOptions, Model
 from grpo_kit.model.precision import Precision, choose_precision
 from grpo_kit.model.sources import find_source
-from grpo_kit.rollout import check_engine, choose_engine, make_engine, why_not
+from grpo_kit.rollout import check_engine, choose_engine, examine, make_engine
 
 _loaded: Model | None = None
 
@@ -129,19 +130,27 @@ def _build(options: LoadOptions, path: str, found: str, config: Any) -> Model:
                 "activations are recomputed in backward: less memory, about a third more time",
             )
         )
+    examined = cache(partial(examine, adapted))  # a trial step: one for the choice and for the engine
     name, reason = choose_engine(
         options.engine,
         options.fast_inference,
         on_gpu=precision.device.type == "cuda",
-        why_not_native=lambda: why_not(adapted),
+        examine_native=examined,
     )
     notes.append(("engine", name, reason))
     adapter = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
     notes.append(
         ("adapter", f"LoRA rank {options.lora_rank}, {adapter / 1e6:.1f} M weights in float32", "all linear layers")
     )
-    fused = step_for(name, adapted, precision, options.max_seq_length, notes)
-    engine = make_engine(name, adapted, eos_ids=chat.eos_ids, decode=chat.decode, fused=fused)
+    fused = step_for(name, adapted, precision, notes)
+    engine = make_engine(
+        name,
+        adapted,
+        eos_ids=chat.eos_ids,
+        decode=chat.decode,
+        fused=fused,
+        shape=examined() if name == "native" else None,
+    )
     return Model(adapted, chat, engine, precision, options, notes)
 
 

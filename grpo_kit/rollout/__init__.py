@@ -3,19 +3,20 @@
 
 from grpo_kit.rollout.choose import check_engine, choose_engine, make_engine
 from grpo_kit.rollout.engine import Completion, Engine, OnTokens, Sampling, stream_seed
-from grpo_kit.rollout.native import NativeEngine, why_not
+from grpo_kit.rollout.native import NativeEngine, NotSupported, examine
 from grpo_kit.rollout.transformers_engine import TransformersEngine
 
 __all__ = [
     "Completion",
     "Engine",
     "NativeEngine",
+    "NotSupported",
     "OnTokens",
     "Sampling",
     "TransformersEngine",
     "check_engine",
     "choose_engine",
+    "examine",
     "make_engine",
     "stream_seed",
-    "why_not",
 ]
