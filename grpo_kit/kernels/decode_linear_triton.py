@@ -1,6 +1,6 @@
 """The Triton kernel of `decode_linear`: up to three 4-bit matrices and LoRA's A in one launch.
 
-A program takes a tile of a matrix's outputs and one part of K, and all rows of x. Weights go from memory to where the
+A program takes a tile of a matrix's outputs, one part of K and up to 128 rows of x. Weights go from memory to where the
 tensor cores read them, four to a word, and are looked up there: of the words of a few blocks of 64 inputs, the weights
 4j + i for each i are multiplied with the inputs 4j + i, that lie together in nibble order. A weight is rounded to x's
 dtype as its value and once more as the product with its block's scale.
@@ -41,7 +41,13 @@ class Tile:
         return min(self.blocks, span(inner) // BLOCK)
 
 
-TILES = (Tile(8, 32, 4, 2, 4, parts=2), Tile(16, 64, 4, 2, 3), Tile(32, 64, 2, 4, 3), Tile(64, 64, 2, 4, 3))
+TILES = (
+    Tile(8, 32, 4, 2, 4, parts=2),
+    Tile(16, 64, 4, 2, 3),
+    Tile(32, 64, 2, 4, 3),
+    Tile(64, 64, 2, 4, 3),
+    Tile(128, 64, 2, 4, 3),
+)
 LOW_OUTPUTS = tl.constexpr(16)  # of LoRA's A, in 16 bits: as many bytes as 64 outputs in 4 bits
 WARPS_PER_MULTIPROCESSOR = 7.5  # fewer leave memory idle, more parts cost too much to add up
 MOST_PARTS = 16  # that a consumer adds up
@@ -49,10 +55,12 @@ MULTIPROCESSORS = 132  # where there is no GPU to ask
 
 
 def multiply(x: Tensor, group: DecodeGroup) -> Parts:
-    """Parts, as `decode_linear` has them; 4-bit weights and at most 64 rows."""
-    tile = next(tile for tile in TILES if len(x) <= tile.rows)
+    """Parts, as `decode_linear` has them; 4-bit weights alone."""
+    tile = next((tile for tile in TILES if len(x) <= tile.rows), TILES[-1])
     steps = group.inner // BLOCK // tile.blocks_of(group.inner)
-    parts = parts_of_a_product(_tiles(group, tile) * tile.warps, steps, _multiprocessors(x.device))
+    parts = parts_of_a_product(
+        _tiles(group, tile) * triton.cdiv(len(x), tile.rows) * tile.warps, steps, _multiprocessors(x.device)
+    )
     return multiply_in_parts(x, group, max(parts, min(tile.parts, steps)), tile)
 
 
@@ -65,7 +73,7 @@ def multiply_in_parts(x: Tensor, group: DecodeGroup, parts: int, tile: Tile) -> 
     sums = torch.empty(parts, len(x), width, dtype=torch.float32, device=x.device)
     blocks = tile.blocks_of(group.inner)
     by_ptx = x.is_cuda and x.dtype != torch.float32
-    _multiply[(_tiles(group, tile), parts)](
+    _multiply[(_tiles(group, tile), parts, triton.cdiv(len(x), tile.rows))](
         x, *(weight.words for weight in weights), *(weight.absmax for weight in weights),
         None if group.lora_a is None else group.lora_a.contiguous(), _table(x.device, x.dtype, by_ptx), sums,
         len(x), *group.sizes, *[0] * lack, width, group.inner // (BLOCK * blocks),
@@ -123,7 +131,7 @@ def _multiply(
     first = part * steps // tl.num_programs(1)
     last = (part + 1) * steps // tl.num_programs(1)
     blocks = steps * BLOCKS
-    row = tl.arange(0, ROWS)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     # Rows and outputs beyond the last are the last one again: loads need no mask.
     x_row = x + tl.minimum(row, rows - 1)[None, :] * (blocks * 64)  # [1, ROWS]
 

@@ -28,7 +28,7 @@ class Case:
 
 
 # One to three matrices, below a tile, of one, just above one, of several; K with each span of the nibble order, an odd
-# number of blocks, or one block; each tile of rows full and not; ranks of no tile, of a part of one, of several.
+# number of blocks, or one block; each tile of rows full and not, and two of the largest; ranks of no tile, of a part of one, of several.
 CASES = [
     Case((72,), 192, 1, 0),
     Case((130, 16, 48), 64, 3, 5),
@@ -40,6 +40,8 @@ CASES = [
     Case((72,), 512, 16, 5),
     Case((33,), 640, 7, 3),
     Case((129,), 512, 33, 32),
+    Case((40, 24), 256, 130, 5),
+    Case((72,), 192, 100, 0),
 ]
 
 
