@@ -28,7 +28,8 @@ class Case:
 
 
 # One to three matrices, below a tile, of one, just above one, of several; K with each span of the nibble order, an odd
-# number of blocks, or one block; each tile of rows full and not, and two of the largest; ranks of no tile, of a part of one, of several.
+# number of blocks, or one block; each tile of rows full and not, and two of the largest; ranks of no tile, of a part of
+# one, of several.
 CASES = [
     Case((72,), 192, 1, 0),
     Case((130, 16, 48), 64, 3, 5),
