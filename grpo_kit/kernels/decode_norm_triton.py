@@ -35,6 +35,8 @@ def add_norm(
     _norm[(rows,)](
         x, None if weight is None else weight.contiguous(), h, y, None if inner is None else inner.contiguous(), total,
         x.stride(0), eps, WIDTH=width, BLOCK=block, SPAN=span(width) if ordered else None, ZERO_CENTERED=zero_centered,
+        # Else x + y's norm becomes one operation in 16 bits, without the rounding of the norm between.
+        enable_fp_fusion=y is None or zero_centered,
         num_warps=min(max(block // 256, 1), 16), **chain(x.device),
     )  # fmt: skip
     return x if total is None else total, h
