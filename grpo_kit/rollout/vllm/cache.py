@@ -52,8 +52,8 @@ class KvCache:
         torch.cuda.empty_cache()
         if _free() < self.bytes:
             raise torch.OutOfMemoryError(
-                f"vLLM's cache takes {self.bytes / 1e9:.2f} GB and {_free() / 1e9:.2f} GB of the GPU are free; load with "
-                "a smaller max_seq_length, or with engine='native', which takes what there is"
+                f"vLLM's cache takes {self.bytes / 1e9:.2f} GB and {_free() / 1e9:.2f} GB of the GPU are free; load "
+                "with a smaller max_seq_length, or with engine='native', which takes what there is"
             )
 
 
