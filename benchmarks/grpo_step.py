@@ -96,7 +96,8 @@ def ours(checkpoint: Path, asked: argparse.Namespace) -> Row:
     say("loading")
     longest = asked.prompt + asked.completion
     model = gk.load_model(str(checkpoint), max_seq_length=longest, lora_rank=RANK, dtype=asked.dtype, engine="native")
-    model.engine = make_engine("native", model.module, eos_ids=(), decode=model.chat.decode)
+    steps: Any = model.engine  # which knows what makes its token steps
+    model.engine = make_engine("native", model.module, eos_ids=(), decode=model.chat.decode, fused=steps.fused)
 
     with tempfile.TemporaryDirectory() as folder:
         run = gk.train(

@@ -73,8 +73,9 @@ def native(setting: Setting) -> Ready:
         dtype=setting.dtype,
         engine="native",
     )
+    steps: Any = model.engine  # which knows what makes its token steps
     started = time.perf_counter()
-    engine: Any = make_engine("native", model.module, eos_ids=(), decode=model.chat.decode)
+    engine: Any = make_engine("native", model.module, eos_ids=(), decode=model.chat.decode, fused=steps.fused)
     seconds = time.perf_counter() - started
     if setting.cap_gb is not None and DEVICE == "cuda":  # a capped process still sees the whole GPU as free
         engine.cache_bytes = int(OWN_CACHE * (setting.cap_gb * 1e9 - torch.cuda.memory_allocated()))

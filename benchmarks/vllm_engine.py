@@ -92,12 +92,12 @@ class Loaded:
         from grpo_kit.model.shared import build_on
         from grpo_kit.model.with_vllm import settings_for
         from grpo_kit.rollout import make_engine
-        from grpo_kit.rollout.vllm import start
+        from grpo_kit.rollout.vllm import start_vllm
 
         precision, config = choose_precision(), AutoConfig.from_pretrained(path)
         options = LoadOptions(str(path), True, LENGTH, RANK, RANK, None, False, "vllm", seed=0, trust_remote_code=False)
         begun = time.perf_counter()
-        vllm = start(settings_for(options, str(path), config, precision))
+        vllm = start_vllm(settings_for(options, str(path), config, precision))
         self.start_seconds = time.perf_counter() - begun
         before = memory()
         module = build_on(vllm.weights(), config, precision)

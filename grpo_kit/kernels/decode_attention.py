@@ -1,6 +1,6 @@
 """Attention of one new token a row over its cached keys and values: what a token step of decoding does in each layer.
 
-Rows stand at different positions. It writes nothing to the cache, computes no gradient and has no sliding window.
+Rows stand at different positions. It writes nothing to the cache and computes no gradient.
 """
 
 from __future__ import annotations
@@ -17,36 +17,54 @@ from grpo_kit.kernels.triton_ready import use_triton
 LARGEST_GROUP = 16  # heads of queries on one head of keys: the rows of one product on the tensor cores
 
 
-def decode_attention(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, length: int) -> Tensor:
+def decode_attention(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, length: int,
+    window: int | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Return [B, heads·D] in nibble order: row b's attention over the columns 0..positions[b] of its slot of the cache.
 
     q [B, heads, D]; keys and values [S, kv_heads, L, D] of q's dtype, row b's in slot b, S ≥ B, each token's D numbers
-    side by side and any strides else; what they hold in later columns is not looked at. positions [B] int64, each below
-    `length`, which is at most L. softmax(scale·q·kᵀ)·v is computed in float32 and rounded to q's dtype. Nothing depends
-    on numbers in the tensors but the result, so a CUDA graph may hold the call.
+    side by side and any strides else; what they hold in columns not seen is not looked at. positions [B] int64, each
+    below `length`, which is at most L. window: a row sees only its last so many columns, positions[b] included (a
+    sliding window). softcap: scores become softcap·tanh(score / softcap) (Gemma 2, arXiv:2408.00118, section 2).
+    softmax(scale·q·kᵀ)·v is computed in float32 and rounded to q's dtype. Nothing depends on numbers in the tensors
+    but the result, so a CUDA graph may hold the call.
 
-    Raises ValueError if the shapes, dtypes or strides don't fit, if more than 16 heads share one of keys, or if heads·D
-    is not a multiple of 64. Positions are not checked: that would wait for the device.
+    Raises ValueError if the shapes, dtypes or strides don't fit, if more than 16 heads share one of keys, if heads·D
+    is not a multiple of 64, or unless window and softcap are above 0. Positions are not checked: that would wait for
+    the device.
     """
-    _check(q, keys, values, positions, length)
-    return _implementation(q)(q, keys, values, positions, scale, length)
+    _check(q, keys, values, positions, length, window, softcap)
+    return _implementation(q)(q, keys, values, positions, scale, length, window, softcap)
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, length: int) -> Tensor:
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, length: int,
+    window: int | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
     """The twin."""
     rows, heads, _ = q.shape
     kv_heads = keys.shape[1]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    seen = (torch.arange(length, device=q.device) <= positions[:, None])[:, None, None]  # [B, 1, 1, length]
+    column, last = torch.arange(length, device=q.device), positions[:, None]
+    seen = column <= last
+    if window is not None:
+        seen &= column > last - window
+    seen = seen[:, None, None]  # [B, 1, 1, length]
     keys, values = (x[:rows, :, :length].to(dtype) for x in (keys, values))
     grouped = q.to(dtype).unflatten(1, (kv_heads, heads // kv_heads))  # [B, kv_heads, group, D]
-    scores = (grouped @ keys.transpose(-1, -2) * scale).masked_fill(~seen, -math.inf)
+    scores = grouped @ keys.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     # A weight of 0 would not silence what a column never written to may hold: 0·NaN is NaN.
     values = values.masked_fill(~seen.transpose(-1, -2), 0)
-    return nibble_order((scores.softmax(-1) @ values).to(q.dtype).flatten(1))
+    weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    return nibble_order((weights @ values).to(q.dtype).flatten(1))
 
 
-def _check(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, length: int) -> None:
+def _check(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, length: int, window: int | None, softcap: float | None
+) -> None:
     fits = (
         q.dim() == 3
         and keys.dim() == 4
@@ -77,6 +95,10 @@ def _check(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, length: i
     if q.shape[1] * q.shape[2] % BLOCK:
         raise ValueError(
             f"nibble order needs heads·D to be a multiple of {BLOCK}; got {q.shape[1]} heads of {q.shape[2]}"
+        )
+    if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
+        raise ValueError(
+            f"decode_attention needs a window and a softcap above 0, or None for without; got {window} and {softcap}"
         )
 
 

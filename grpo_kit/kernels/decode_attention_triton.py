@@ -14,8 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grpo_kit.kernels.chain import chain, start_next, wait_for_last
+from grpo_kit.kernels.decode_parts import span
+from grpo_kit.kernels.decode_parts_triton import nibble_place
 from grpo_kit.kernels.triton_ready import unit_stride
 
+LOG2_E = tl.constexpr(math.log2(math.e))
 GRAIN = tl.constexpr(32)  # a part's columns are a multiple of this
 # Of keys, and again of values, that a program takes at a time, and how many such tiles are on their way or in use: with
 # 128 numbers a head 38 KB and under 100 registers a thread, so that five programs fit on a multiprocessor of sm90.
@@ -27,18 +31,25 @@ MOST_PARTS = 64  # are added up at once
 MULTIPROCESSORS, CAPABILITY = 132, (9, 0)
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, length: int) -> Tensor:
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, length: int,
+    window: int | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
     """[B, heads·D], as `decode_attention` has it."""
     heads, kv_heads = q.shape[1], keys.shape[1]
     multiprocessors, capability = _hardware(q.device)
-    parts = parts_of_a_row(len(q) * kv_heads, length, multiprocessors)
-    return attend_in_parts(q, keys, values, positions, scale, parts, padded_group(heads // kv_heads, capability))
+    seen = length if window is None else min(length, window)
+    parts = parts_of_a_row(len(q) * kv_heads, seen, multiprocessors)
+    group = padded_group(heads // kv_heads, capability)
+    return attend_in_parts(q, keys, values, positions, scale, parts, group, window, softcap)
 
 
 def attend_in_parts(
-    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, parts: int, group: int
-) -> Tensor:
-    """The same with each row cut into `parts`, and a head of keys' queries padded to `group`, a power of two."""
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, parts: int, group: int,
+    window: int | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """The same with what each row sees cut into `parts`, and a head of keys' queries padded to `group`, a power of
+    two."""
     q, positions = unit_stride(q), unit_stride(positions)
     rows, heads, width = q.shape
     kv_heads, padded = keys.shape[1], triton.next_power_of_2(width)
@@ -48,21 +59,24 @@ def attend_in_parts(
         sums = torch.empty(rows, heads, parts, width, dtype=torch.float32, device=q.device)
         log_totals = torch.empty(rows, heads, parts, dtype=torch.float32, device=q.device)
     _attend[(rows, kv_heads, parts)](
-        q, keys, values, positions, sums, log_totals, scale * math.log2(math.e),
+        q, keys, values, positions, sums, log_totals, scale * LOG2_E.value,
         *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-        HEADS=heads // kv_heads, GROUP=group, WIDTH=width, PADDED=padded, SPLIT=parts > 1,
+        WINDOW=window, CAP=None if softcap is None else softcap * LOG2_E.value,
+        HEADS=heads // kv_heads, GROUP=group, WIDTH=width, PADDED=padded, SPAN=span(heads * width), SPLIT=parts > 1,
         TILE=min(64, max(16, TILE_BYTES // (padded * q.element_size()))), num_warps=4, num_stages=STAGES,
+        **chain(q.device),
     )  # fmt: skip
     if parts > 1:
         _combine[(rows, heads)](
             sums, log_totals, result, parts,
-            WIDTH=width, PADDED=padded, PARTS=triton.next_power_of_2(parts), num_warps=4,
+            WIDTH=width, PADDED=padded, SPAN=span(heads * width), PARTS=triton.next_power_of_2(parts), num_warps=4,
+            **chain(q.device),
         )  # fmt: skip
     return result
 
 
 def parts_of_a_row(programs: int, length: int, multiprocessors: int) -> int:
-    """Into how many parts each row of up to `length` columns is cut; `programs`: rows × heads of keys, above 0."""
+    """Into how many parts each row that sees up to `length` columns is cut; `programs`: rows × heads of keys."""
     to_fill_all = min(multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // programs, triton.cdiv(length, SHORTEST))
     return min(max(1, to_fill_all, triton.cdiv(length, LONGEST)), MOST_PARTS)
 
@@ -84,11 +98,12 @@ def _hardware(device: torch.device) -> tuple[int, tuple[int, int]]:
 def _attend(
     q, keys, values, positions, sums, log_totals, scale,
     q_row, q_head, key_row, key_head, key_column, value_row, value_head, value_column,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    SPLIT: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, SPAN: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """HEADS: of queries on one head of keys; GROUP: the same, padded. scale: times log₂e. Not SPLIT: `sums` is the
+    """HEADS: of queries on one head of keys; GROUP: the same, padded. scale, CAP: times log₂e. Not SPLIT: `sums` is the
     result, log_totals None."""
+    wait_for_last(CHAINED)
     row = tl.program_id(0).to(tl.int64)  # int64: row·stride passes 2³¹
     kv_head = tl.program_id(1).to(tl.int64)
     head = tl.arange(0, GROUP)
@@ -99,9 +114,11 @@ def _attend(
     )  # [GROUP, PADDED]
     end = tl.load(positions + row).to(tl.int32) + 1
     first = 0
+    if WINDOW is not None:
+        first = tl.maximum(end - WINDOW, 0)
     if SPLIT:
-        share = tl.cdiv(tl.cdiv(end, tl.num_programs(2)), GRAIN) * GRAIN
-        first = tl.program_id(2) * share
+        share = tl.cdiv(tl.cdiv(end - first, tl.num_programs(2)), GRAIN) * GRAIN
+        first += tl.program_id(2) * share
         end = tl.minimum(first + share, end)
 
     peak = tl.full([GROUP], -float("inf"), tl.float32)  # logarithms are to the base 2
@@ -112,7 +129,10 @@ def _attend(
     for start in range(first, end, TILE):
         scores = tl.dot(query, _cached(key, start, end, key_column, WIDTH, PADDED, TILE).T, input_precision="ieee")
         seen = start + tl.arange(0, TILE) < end
-        scores = tl.where(seen[None, :], scores * scale, -float("inf"))  # [GROUP, TILE]
+        scores *= scale
+        if CAP is not None:
+            scores = _capped(scores, CAP)
+        scores = tl.where(seen[None, :], scores, -float("inf"))  # [GROUP, TILE]
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         shrink = tl.exp2(peak - new_peak)
         weight = tl.exp2(scores - new_peak[:, None])
@@ -121,6 +141,7 @@ def _attend(
         weighted = tl.dot(weight.to(some.dtype), some, weighted * shrink[:, None], input_precision="ieee")
         peak = new_peak
 
+    start_next(CHAINED)
     total = tl.sum(totals, 1)
     heads = tl.num_programs(1) * HEADS
     if SPLIT:
@@ -129,8 +150,14 @@ def _attend(
         if first < end:
             tl.store(sums + place[:, None] * WIDTH + d[None, :], weighted / total[:, None], mask=used)
     else:
-        place = _nibble_place((kv_head * HEADS + head)[:, None] * WIDTH + d[None, :])
+        place = nibble_place((kv_head * HEADS + head)[:, None] * WIDTH + d[None, :], SPAN)
         tl.store(sums + row * (heads * WIDTH) + place, weighted / total[:, None], mask=used)
+
+
+@triton.jit
+def _capped(scores, CAP: tl.constexpr):
+    """CAP·tanh(scores / CAP); Triton has no tanh of its own that every version and the interpreter know."""
+    return CAP - 2 * CAP / (1 + tl.exp2(scores * (2 * LOG2_E / CAP)))
 
 
 @triton.jit
@@ -144,7 +171,18 @@ def _cached(x, start, end, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, TI
 
 # The number of parts changes with length and rows; the kernel differs only by its power of two.
 @triton.jit(do_not_specialize=["parts"])
-def _combine(sums, log_totals, result, parts, WIDTH: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr):
+def _combine(
+    sums,
+    log_totals,
+    result,
+    parts,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    SPAN: tl.constexpr,
+    PARTS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    wait_for_last(CHAINED)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heads = tl.num_programs(1)
     part = tl.arange(0, PARTS)
@@ -157,9 +195,5 @@ def _combine(sums, log_totals, result, parts, WIDTH: tl.constexpr, PADDED: tl.co
     )  # [PARTS, PADDED]
     weight = tl.exp2(log_total - tl.max(log_total, 0))
     mean = tl.sum(tl.where((weight > 0)[:, None], some * weight[:, None], 0.0), 0) / tl.sum(weight, 0)
-    tl.store(result + row * (heads * WIDTH) + _nibble_place(head * WIDTH + d), mean, mask=d < WIDTH)
-
-
-@triton.jit
-def _nibble_place(k):
-    return k // 64 * 64 + k % 4 * 16 + k % 64 // 4
+    start_next(CHAINED)
+    tl.store(result + row * (heads * WIDTH) + nibble_place(head * WIDTH + d, SPAN), mean, mask=d < WIDTH)

@@ -8,22 +8,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from grpo_kit.kernels.decode_norm import plain_norm
 from grpo_kit.kernels.decode_parts import Parts
-from grpo_kit.kernels.rms_norm import rms_norm_forward
 from grpo_kit.kernels.rotary import rotate
 from grpo_kit.kernels.triton_ready import use_triton
 
 
 def finish_heads(
     parts: Parts, cos: Tensor, sin: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, eps: float,
-    positions: Tensor, keys: Tensor, values: Tensor,
+    positions: Tensor, keys: Tensor, values: Tensor, zero_centered: bool = False,
 ) -> Tensor:  # fmt: skip
     """The queries, turned, [B, heads, D]; k, turned, and v are written to the cache.
 
-    parts: of the matrices q, k and v, with heads·D, kv_heads·D and kv_heads·D outputs. cos, sin [B, D]: their second
+    parts: of the matrices q, k and v, with heads·D, kv_heads·D and kv_heads·D outputs, or of a single one that holds
+    all. cos, sin [B, R]: the first R of a head's numbers are turned, an even number of them, 0 to D; their second
     halves repeat the first and are not read. query_norm, key_norm [D]: weights of the per-head RMS norms, or None.
     keys, values [slots, kv_heads, L, D] in the compute format, slots ≥ B: row b writes to slot b, at column
-    positions[b] (int64 [B], below L, which a GPU does not check). Rounds as `rms_norm` and `rotary` do.
+    positions[b] (int64 [B], below L, which a GPU does not check). zero_centered: see `add_norm`, which rounds as the
+    norms here; turning rounds as `rotary` does.
 
     Raises ValueError if the shapes or number formats don't fit together.
     """
@@ -31,25 +33,29 @@ def finish_heads(
     if use_triton(parts.sums):
         from grpo_kit.kernels import decode_heads_triton as fused
 
-        return fused.finish_heads(parts, cos, sin, query_norm, key_norm, eps, positions, keys, values)
-    return plain_finish_heads(parts, cos, sin, query_norm, key_norm, eps, positions, keys, values)
+        return fused.finish_heads(parts, cos, sin, query_norm, key_norm, eps, positions, keys, values, zero_centered)
+    return plain_finish_heads(parts, cos, sin, query_norm, key_norm, eps, positions, keys, values, zero_centered)
 
 
 def plain_finish_heads(
     parts: Parts, cos: Tensor, sin: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, eps: float,
-    positions: Tensor, keys: Tensor, values: Tensor,
+    positions: Tensor, keys: Tensor, values: Tensor, zero_centered: bool,
 ) -> Tensor:  # fmt: skip
     """The twin."""
-    q, k, v = (y.unflatten(1, (-1, keys.shape[3])) for y in parts.finished().split(parts.sizes, 1))
-    q, k = rotate(_normed(q, query_norm, eps), _normed(k, key_norm, eps), cos, sin, inverse=False)
+    heads = parts.finished().unflatten(1, (-1, keys.shape[3]))
+    q, k, v = heads.tensor_split((-2 * keys.shape[1], -keys.shape[1]), 1)
+    q, k = _normed(q, query_norm, eps, zero_centered), _normed(k, key_norm, eps, zero_centered)
+    turned = cos.shape[1]
+    turned_q, turned_k = rotate(q[..., :turned], k[..., :turned], cos, sin, inverse=False)
+    q, k = torch.cat([turned_q, q[..., turned:]], -1), torch.cat([turned_k, k[..., turned:]], -1)
     row = torch.arange(parts.rows, device=keys.device)
     keys[row, :, positions], values[row, :, positions] = k, v
     return q
 
 
-def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def _normed(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
     """x [B, heads, D], each head normed."""
-    return x if weight is None else rms_norm_forward(x.flatten(0, 1), weight, eps)[0].to(x.dtype).view(x.shape)
+    return x if weight is None else plain_norm(x.flatten(0, 1), weight, eps, zero_centered).view(x.shape)
 
 
 def _check(
@@ -57,23 +63,26 @@ def _check(
     positions: Tensor, keys: Tensor, values: Tensor,
 ) -> None:  # fmt: skip
     slots, kv_heads, _, width = keys.shape
+    cached = kv_heads * width  # outputs of k, and of v
     fits = (
-        len(parts.sizes) == 3
-        and parts.sizes[0] % width == 0
-        and parts.sizes[1:] == (kv_heads * width,) * 2
+        parts.sizes in ((parts.outputs,), (parts.outputs - 2 * cached, cached, cached))
+        and parts.outputs % width == 0
+        and parts.outputs > 2 * cached
         and parts.rows <= slots
         and values.shape == keys.shape
         and keys.dtype == values.dtype == parts.dtype
-        and cos.shape == sin.shape == (parts.rows, width)
+        and cos.shape == sin.shape == (parts.rows, cos.shape[-1])
+        and cos.shape[-1] in range(0, width + 1, 2)
         and all(norm is None or norm.shape == (width,) for norm in (query_norm, key_norm))
         and positions.shape == (parts.rows,)
     )
     if not fits:
         raise ValueError(
-            "finish_heads needs the parts of q, k and v, cos and sin [B, D], norms [D] or None, positions [B], keys "
-            f"and values [slots, kv_heads, L, D] with slots ≥ B; got {parts.sizes} outputs of {parts.rows} rows in "
-            f"{parts.dtype}, {_shapes(cos, sin, query_norm, key_norm, positions, keys, values)}, caches in "
-            f"{keys.dtype} and {values.dtype}"
+            "finish_heads needs the parts of q, k and v, cos and sin [B, R] with R even and at most D, norms [D] or "
+            "None, positions [B], keys and values [slots, kv_heads, L, D] with slots ≥ B; got "
+            f"{parts.sizes} outputs of {parts.rows} rows in {parts.dtype}, "
+            f"{_shapes(cos, sin, query_norm, key_norm, positions, keys, values)}, caches in {keys.dtype} and "
+            f"{values.dtype}"
         )
 
 

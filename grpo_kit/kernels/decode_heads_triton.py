@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grpo_kit.kernels.chain import start_next
+from grpo_kit.kernels.decode_norm_triton import gained
 from grpo_kit.kernels.decode_parts import Parts
 from grpo_kit.kernels.decode_parts_triton import ROWS, constants, finish, tensors
 from grpo_kit.kernels.triton_ready import unit_stride
@@ -14,7 +16,7 @@ from grpo_kit.kernels.triton_ready import unit_stride
 
 def finish_heads(
     parts: Parts, cos: Tensor, sin: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, eps: float,
-    positions: Tensor, keys: Tensor, values: Tensor,
+    positions: Tensor, keys: Tensor, values: Tensor, zero_centered: bool,
 ) -> Tensor:  # fmt: skip
     """The queries [B, heads, D]; writes to keys and values, whose last dimension has to be contiguous."""
     kv_heads, width = keys.shape[1], keys.shape[3]
@@ -23,7 +25,7 @@ def finish_heads(
             f"finish_heads needs keys and values with equal strides, the last one 1; got {keys.stride()} and "
             f"{values.stride()}"
         )
-    heads = parts.sizes[0] // width
+    heads = parts.outputs // width - 2 * kv_heads
     q = torch.empty((parts.rows, heads, width), dtype=parts.dtype, device=keys.device)
     cos, sin = unit_stride(cos), unit_stride(sin)
     _finish_heads[(heads + 2 * kv_heads, triton.cdiv(parts.rows, ROWS))](
@@ -31,6 +33,7 @@ def finish_heads(
         q=q, keys=keys, values=values, cos_stride=cos.stride(0), sin_stride=sin.stride(0),
         slot_stride=keys.stride(0), head_stride=keys.stride(1), place_stride=keys.stride(2), eps=eps,
         HEADS=heads, KV_HEADS=kv_heads, HALF=width // 2, BLOCK=triton.next_power_of_2(width // 2),
+        TURNED=cos.shape[1] // 2, SINGLE=len(parts.sizes) == 1, ZERO_CENTERED=zero_centered,
         **constants(parts), num_warps=4,
     )  # fmt: skip
     return q
@@ -42,50 +45,64 @@ def _finish_heads(
     sums, lora_b, bias, rows, part_stride, row_stride, cos, sin, query_norm, key_norm, positions, q, keys, values,
     cos_stride, sin_stride, slot_stride, head_stride, place_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    TURNED: tl.constexpr, SINGLE: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     PARTS: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
+    """HALF: pairs of numbers in a head; TURNED: how many of them are turned. SINGLE: one matrix holds q, k and v."""
     head = tl.program_id(0).to(tl.int64)  # int64: places in the cache pass 2³¹
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    pair = tl.arange(0, BLOCK)  # a pair is (d, d + D/2) of the head
+    pair = tl.arange(0, BLOCK)
     live, real = row < rows, pair < HALF
     inside = live[:, None] & real[None, :]
-    matrix = (head >= HEADS).to(tl.int32) + (head >= HEADS + KV_HEADS).to(tl.int32)
-    col = head * (2 * HALF) + pair
+    d, e = pair, pair + HALF  # where in the head its numbers are
+    if TURNED < HALF:  # pairs of what is turned, then of what is not
+        d = tl.where(pair < TURNED, pair, pair + TURNED)
+        e = d + tl.where(pair < TURNED, TURNED, HALF - TURNED)
+    matrix = 0
+    if not SINGLE:
+        matrix = (head >= HEADS).to(tl.int32) + (head >= HEADS + KV_HEADS).to(tl.int32)
+    col = head * (2 * HALF)
     dtype: tl.constexpr = q.dtype.element_ty
     first = finish(
-        sums, lora_b, bias, row, col, live, real, matrix, part_stride, row_stride, dtype, PARTS, N, RANK, RANK_BLOCK
+        sums, lora_b, bias, row, col + d, live, real, matrix, part_stride, row_stride, dtype,
+        PARTS, N, RANK, RANK_BLOCK, CHAINED,
     )  # fmt: skip
     second = finish(
-        sums, lora_b, bias, row, col + HALF, live, real, matrix, part_stride, row_stride, dtype,
-        PARTS, N, RANK, RANK_BLOCK,
+        sums, lora_b, bias, row, col + e, live, real, matrix, part_stride, row_stride, dtype,
+        PARTS, N, RANK, RANK_BLOCK, CHAINED,
     )  # fmt: skip
-    c = tl.load(cos + row[:, None] * cos_stride + pair[None, :], mask=inside, other=0.0).to(tl.float32)
-    s = tl.load(sin + row[:, None] * sin_stride + pair[None, :], mask=inside, other=0.0).to(tl.float32)
+    turned = live[:, None] & (pair < TURNED)[None, :]
+    c = tl.load(cos + row[:, None] * cos_stride + pair[None, :], mask=turned, other=1.0).to(tl.float32)
+    s = tl.load(sin + row[:, None] * sin_stride + pair[None, :], mask=turned, other=0.0).to(tl.float32)
     cached = row.to(tl.int64) * slot_stride + tl.load(positions + row, mask=live, other=0) * place_stride
+    start_next(CHAINED)
     if head < HEADS:
-        first, second = _turned(first, second, query_norm, c, s, pair, real, eps, dtype, HALF)
-        _store(q + (row * HEADS + head)[:, None] * (2 * HALF), first, second, pair, inside, HALF)
+        first, second = _turned(first, second, query_norm, c, s, d, e, real, eps, dtype, HALF, ZERO_CENTERED)
+        _store(q + (row * HEADS + head)[:, None] * (2 * HALF), first, second, d, e, inside)
     elif head < HEADS + KV_HEADS:
-        first, second = _turned(first, second, key_norm, c, s, pair, real, eps, dtype, HALF)
-        _store(keys + (cached + (head - HEADS) * head_stride)[:, None], first, second, pair, inside, HALF)
+        first, second = _turned(first, second, key_norm, c, s, d, e, real, eps, dtype, HALF, ZERO_CENTERED)
+        _store(keys + (cached + (head - HEADS) * head_stride)[:, None], first, second, d, e, inside)
     else:
         own = head - HEADS - KV_HEADS
-        _store(values + (cached + own * head_stride)[:, None], first, second, pair, inside, HALF)
+        _store(values + (cached + own * head_stride)[:, None], first, second, d, e, inside)
 
 
 @triton.jit
-def _turned(first, second, weight, c, s, pair, real, eps, dtype: tl.constexpr, HALF: tl.constexpr):
-    """The halves of a head after its norm, if it has one, and rotary embedding."""
+def _turned(
+    first, second, weight, c, s, d, e, real, eps, dtype: tl.constexpr, HALF: tl.constexpr, ZERO_CENTERED: tl.constexpr
+):  # fmt: skip
+    """The numbers d and e of a head after its norm, if it has one, and rotary embedding."""
     if weight is not None:
         scale = tl.rsqrt(tl.sum(first * first + second * second, 1) / (2 * HALF) + eps)[:, None]
-        gain = tl.load(weight + pair, mask=real, other=0.0).to(tl.float32)[None, :]
-        first = ((first * scale).to(dtype).to(tl.float32) * gain).to(dtype).to(tl.float32)
-        gain = tl.load(weight + HALF + pair, mask=real, other=0.0).to(tl.float32)[None, :]
-        second = ((second * scale).to(dtype).to(tl.float32) * gain).to(dtype).to(tl.float32)
+        gain = tl.load(weight + d, mask=real, other=0.0)[None, :]
+        first = gained(first * scale, gain, dtype, ZERO_CENTERED).to(dtype).to(tl.float32)
+        gain = tl.load(weight + e, mask=real, other=0.0)[None, :]
+        second = gained(second * scale, gain, dtype, ZERO_CENTERED).to(dtype).to(tl.float32)
     return first * c - second * s, second * c + first * s
 
 
 @triton.jit
-def _store(start, first, second, pair, inside, HALF: tl.constexpr):
-    tl.store(start + pair[None, :], first, mask=inside)
-    tl.store(start + HALF + pair[None, :], second, mask=inside)
+def _store(start, first, second, d, e, inside):
+    tl.store(start + d[None, :], first, mask=inside)
+    tl.store(start + e[None, :], second, mask=inside)

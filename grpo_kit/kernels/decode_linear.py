@@ -15,7 +15,7 @@ from grpo_kit.kernels.decode_parts import BLOCK, Parts, natural_order
 from grpo_kit.kernels.nf4_lookup import VALUES
 from grpo_kit.kernels.triton_ready import use_triton
 
-MOST_ROWS = 64  # of the kernel; for more, dense weights multiplied at full speed are faster
+MOST_ROWS = 256  # of the kernel; for many more, dense weights multiplied at full speed are faster
 MOST_WEIGHTS = 3  # q, k and v
 
 
@@ -110,7 +110,7 @@ class DecodeGroup:
 def decode_linear(x: Tensor, group: DecodeGroup) -> Parts:
     """x·Wᵀ of the group's matrices side by side, then x·Aᵀ, with x [B, K] in T and in nibble order.
 
-    On a GPU from sm80 on, 4-bit weights in groups without others are read as they are stored for up to 64 rows; else
+    On a GPU from sm80 on, 4-bit weights in groups without others are read as they are stored for up to 256 rows; else
     weights are made dense one after the other, and the products are rounded to T. Nothing depends on numbers in the
     tensors but the result, so a CUDA graph may hold the call; the first call on a device comes before its capture.
 

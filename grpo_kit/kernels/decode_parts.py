@@ -12,21 +12,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK = 64  # of the nibble order; the products' inner dimensions are multiples of it
+BLOCK = 64  # weights that share a scale; the products' inner dimensions are multiples of it
+SPANS = (256, 128, 64)  # of the nibble order; the wider, the fewer and longer the products' loads
+
+
+def span(inner: int) -> int:
+    """Of the nibble order of a dimension of size `inner`: the widest that divides it. ValueError if none does."""
+    fitting = next((span for span in SPANS if inner % span == 0), None)
+    if fitting is None:
+        raise ValueError(f"nibble order needs a dimension that is a multiple of {BLOCK}; got {inner}")
+    return fitting
 
 
 def nibble_order(x: Tensor) -> Tensor:
-    """x [..., K] in the order in which the products read it: element k of each block of 64 at 16·(k mod 4) + k // 4.
+    """x [..., K] in the order in which the products read it: element k of a span of W at W/4·(k mod 4) + k // 4.
 
-    Four neighbouring 4-bit weights make a word of 16 bits; in this order the inputs that meet the first weights of 16
-    words lie side by side, then those of the second ones, and so on. Raises RuntimeError unless K is a multiple of 64.
+    Four neighbouring 4-bit weights make a word of 16 bits; in this order the inputs that meet the first weights of W/4
+    words lie side by side, then those of the second ones, and so on. Raises ValueError unless K is a multiple of 64.
     """
-    return x.unflatten(-1, (-1, BLOCK // 4, 4)).transpose(-1, -2).flatten(-3)
+    return x.unflatten(-1, (-1, span(x.shape[-1]) // 4, 4)).transpose(-1, -2).flatten(-3)
 
 
 def natural_order(x: Tensor) -> Tensor:
     """The inverse of `nibble_order`."""
-    return x.unflatten(-1, (-1, 4, BLOCK // 4)).transpose(-1, -2).flatten(-3)
+    return x.unflatten(-1, (-1, 4, span(x.shape[-1]) // 4)).transpose(-1, -2).flatten(-3)
 
 
 @dataclass(frozen=True)

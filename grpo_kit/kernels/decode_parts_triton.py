@@ -12,6 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from grpo_kit.kernels.chain import chain, wait_for_last
 from grpo_kit.kernels.decode_parts import Parts
 from grpo_kit.kernels.triton_ready import unit_stride
 
@@ -29,46 +30,65 @@ def tensors(parts: Parts) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def constants(parts: Parts) -> dict[str, int]:
-    """The compile-time arguments that every finishing kernel takes."""
+def constants(parts: Parts) -> dict[str, Any]:
+    """The compile-time arguments that every finishing kernel takes, and the options of its launch."""
     return {
         "PARTS": len(parts.sums), "N": parts.outputs, "RANK": parts.rank,
         "RANK_BLOCK": max(16, triton.next_power_of_2(parts.rank)), "ROWS": ROWS,
+        **chain(parts.sums.device),
     }  # fmt: skip
 
 
 @triton.jit
 def finish(
     sums, lora_b, bias, row, col, live, real, matrix, part_stride, row_stride, dtype: tl.constexpr,
-    PARTS: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """y [ROWS, COLUMNS] in float32, rounded to `dtype`: rows `row` where `live`, columns `col` of the N where `real`.
 
-    All of the columns belong to the matrix with the number `matrix`; those that are not real are 0.
+    All of the columns belong to the matrix with the number `matrix`; those that are not real are 0. Waits for the
+    kernel before, once it has what does not depend on that.
     """
     here = sums + row[:, None] * row_stride
-    y = _added_up(here + col[None, :], live[:, None] & real[None, :], part_stride, PARTS)
-    if bias is not None:
-        y += tl.load(bias + col, mask=real, other=0.0).to(tl.float32)[None, :]
     if RANK:
         j = tl.arange(0, RANK_BLOCK)
         used = j < RANK
-        low = _added_up(here + (N + matrix * RANK + j)[None, :], live[:, None] & used[None, :], part_stride, PARTS)
         b = tl.load(lora_b + col[:, None] * RANK + j[None, :], mask=real[:, None] & used[None, :], other=0.0)
+    if bias is not None:
+        offset = tl.load(bias + col, mask=real, other=0.0).to(tl.float32)[None, :]
+    wait_for_last(CHAINED)
+    y = _added_up(here + col[None, :], live[:, None] & real[None, :], part_stride, PARTS)
+    if bias is not None:
+        y += offset
+    if RANK:
+        low = _added_up(here + (N + matrix * RANK + j)[None, :], live[:, None] & used[None, :], part_stride, PARTS)
         y += tl.dot(low.to(dtype), tl.trans(b), input_precision="ieee")
     return y.to(dtype).to(tl.float32)
 
 
 @triton.jit
 def _added_up(first, inside, part_stride, PARTS: tl.constexpr):
-    """Σ over the parts of the numbers at the addresses `first`. Unrolled: no load waits for another."""
-    total = tl.load(first, mask=inside, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(first + part * part_stride, mask=inside, other=0.0)
-    return total
+    """Σ over the parts of the numbers at the addresses `first`. One tile of all parts, so that no load waits for
+    another, and that what is rearranged for a product on the tensor cores is the sum."""
+    part = tl.arange(0, triton.next_power_of_2(PARTS))[:, None, None]
+    some = tl.load(first[None] + part * part_stride, mask=inside[None] & (part < PARTS), other=0.0)
+    return tl.sum(some, 0)
 
 
 @triton.jit
-def nibble_place(col):
-    """Where `nibble_order` puts column `col`."""
-    return col // 64 * 64 + col % 4 * 16 + col % 64 // 4
+def nibble_place(col, SPAN: tl.constexpr):
+    """Where `nibble_order` puts column `col` of a dimension with this `span`."""
+    return col // SPAN * SPAN + col % 4 * (SPAN // 4) + col % SPAN // 4
+
+
+@triton.jit
+def store_in_nibble_order(start, first_col, y, live, SPAN: tl.constexpr):
+    """Store y [ROWS, COLUMNS], the columns from `first_col` on of the rows at `start` [ROWS], of which some are `live`.
+
+    COLUMNS divides SPAN. Rearranged first: as they lie, each number would go to a sector of memory of its own.
+    """
+    QUARTER: tl.constexpr = y.shape[1] // 4
+    y = tl.permute(tl.reshape(y, (y.shape[0], QUARTER, 4)), (0, 2, 1))  # [ROWS, 4, COLUMNS / 4]
+    place = tl.arange(0, 4)[:, None] * (SPAN // 4) + tl.arange(0, QUARTER)[None, :]
+    place += first_col // SPAN * SPAN + tl.multiple_of(first_col % SPAN // 4, QUARTER)
+    tl.store(start[:, None, None] + place[None], y, mask=live[:, None, None])

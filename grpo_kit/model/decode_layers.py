@@ -1,11 +1,11 @@
 """The decoder as the native engine's fused token step takes it: frozen weights as they lie, LoRA in the compute format.
 
-Where the layers are known is `trunk`'s to say; what a step does with them is in `rollout/native/fused_step.py`.
+Which layers are known is in `families`; what a step does with them is in `rollout/native/fused_step.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,25 +14,27 @@ from torch import Tensor
 
 from grpo_kit.kernels.decode_attention import LARGEST_GROUP
 from grpo_kit.kernels.decode_linear import DecodeGroup, Nf4, reaches_tensor_cores
-from grpo_kit.kernels.decode_parts import BLOCK
+from grpo_kit.kernels.decode_parts import BLOCK, span
 from grpo_kit.kernels.triton_ready import use_triton
+from grpo_kit.model.families import GEMMA, SAMPLED, kind_of, projections, why_not_read
 from grpo_kit.model.frozen import base_layer, block_scales, frozen_linear, lora_of
 from grpo_kit.model.precision import Precision
-from grpo_kit.model.trunk import projections, read_layer, why_not_fused
 from grpo_kit.rollout import NativeEngine
-from grpo_kit.rollout.native.cache import SlotCache, columns_for
-from grpo_kit.rollout.native.fused_step import DecodeLayer, DecodeWeights, FusedStep
+from grpo_kit.rollout.native.cache import SlotCache
+from grpo_kit.rollout.native.fused_step import Angles, DecodeLayer, DecodeWeights, FusedStep
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def step_for(
-    engine: str, module: Any, precision: Precision, max_seq_length: int, notes: list[tuple[str, str, str]]
+    engine: str, module: Any, precision: Precision, notes: list[tuple[str, str, str]]
 ) -> Callable[[SlotCache], FusedStep | None] | None:
     """What makes the token steps of an engine of this name; None where transformers' modules serve. The native engine's
     choice goes into `notes`, with the reason."""
     if engine != NativeEngine.name:
         return None
     on_gpu = precision.device.type == "cuda"
-    obstacle = why_not_fused_step(module, columns_for(max_seq_length)) if on_gpu else "the fused one is for a GPU"
+    obstacle = why_not_fused_step(module) if on_gpu else "the fused one is for a GPU"
     if obstacle:
         notes.append(("token step", "by transformers' modules", obstacle))
         return None
@@ -48,18 +50,20 @@ def fused_step(module: Any, cache: SlotCache) -> FusedStep | None:
     step anew, 4 bytes for every 64 weights (0.4 GB for 7 billion). LoRA's matrices are held in the compute format: 2
     bytes for each of their numbers.
     """
-    if why_not_fused_step(module, cache.columns):
+    if why_not_fused_step(module):
         return None
     return FusedStep(read_decoder(module), cache)
 
 
-def why_not_fused_step(module: Any, columns: int) -> str | None:
-    """Why the fused step can't run this module on a cache of so many columns; None if it can."""
+def why_not_fused_step(module: Any) -> str | None:
+    """Why the fused step can't run this module; None if it can."""
     model = _causal_lm(module)
     decoder, head = model.get_decoder(), model.get_output_embeddings()
-    obstacle = why_not_fused(decoder, columns)
+    obstacle = why_not_read(decoder, SAMPLED)
     if obstacle:
         return obstacle
+    if _activation(decoder.config) not in ACTIVATIONS:
+        return f"its activation is {_activation(decoder.config)}, not {' or '.join(ACTIVATIONS)}"
     embedding = decoder.embed_tokens.weight
     dtype = embedding.dtype
     if dtype not in _dtypes(embedding.device):
@@ -70,7 +74,8 @@ def why_not_fused_step(module: Any, columns: int) -> str | None:
         return "its kernels would not reach the tensor cores of a GPU as old as this, bitsandbytes' do"
     if type(head) is not torch.nn.Linear or getattr(head, "bias", None) is not None:
         return "its output head is more than a matrix"
-    others = {weight.dtype for weight in (head.weight, decoder.norm.weight, *_norms(decoder))} - {dtype}
+    norms = [weight for layer in decoder.layers for weight in _norms(layer).values() if weight is not None]
+    others = {weight.dtype for weight in (head.weight, decoder.norm.weight, *norms)} - {dtype}
     if others:
         return f"it mixes {dtype} with {', '.join(map(str, others))}"
     config = decoder.config
@@ -86,25 +91,33 @@ def read_decoder(module: Any) -> DecodeWeights:
     model = _causal_lm(module)
     decoder = model.get_decoder()
     lowered: list[_Lowered] = []
-    layers = tuple(_read_layer(layer, decoder.embed_tokens.weight.dtype, lowered) for layer in decoder.layers)
+    config, dtype = decoder.config, decoder.embed_tokens.weight.dtype
+    layers = tuple(_read_layer(layer, dtype, lowered) for layer in decoder.layers)
+    first, embedding_scale = decoder.layers[0], getattr(decoder.embed_tokens, "embed_scale", None)
     return DecodeWeights(
         layers=layers,
         embedding=decoder.embed_tokens.weight.detach(),
+        embedding_scale=None if embedding_scale is None else embedding_scale.to(dtype),
         norm=decoder.norm.weight.detach(),
-        eps=decoder.norm.variance_epsilon,
+        eps=config.rms_norm_eps,
+        zero_centered=kind_of(first) in GEMMA,
+        scale=first.self_attn.scaling,
+        softcap=first.self_attn.attn_logit_softcapping if kind_of(first) == "Gemma2DecoderLayer" else None,
+        activation=ACTIVATIONS[_activation(config)],
         head=model.get_output_embeddings().weight.detach(),
-        rotary=decoder.rotary_emb,
+        logit_softcap=getattr(model.config, "final_logit_softcapping", None),
+        angles=partial(_angles, decoder.rotary_emb),
         refresh=partial(_refresh, lowered),
     )
 
 
 class _Lowered:
-    """One module's LoRA, and where a group holds it in the compute format: a [r, K/64, 4, 16], the nibble order's
+    """One module's LoRA, and where a group holds it in the compute format: a [r, K/W, 4, W/4], the nibble order's
     places, and b [N, r]. Views made once: a model has hundreds, and each refresh is then two launches a module."""
 
     def __init__(self, module: Any, a: Tensor, b: Tensor):
         source_a, source_b = (weight.detach() for weight in lora_of(module))
-        self.source_a = source_a.unflatten(-1, (-1, BLOCK // 4, 4)).transpose(-1, -2)
+        self.source_a = source_a.unflatten(-1, (-1, span(source_a.shape[-1]) // 4, 4)).transpose(-1, -2)
         self.source_b, self.scaling = source_b, frozen_linear(module).scaling
         self.a, self.b = a.view(self.source_a.shape), b
 
@@ -120,20 +133,40 @@ def _refresh(lowered: list[_Lowered]) -> None:
 
 
 def _read_layer(layer: Any, dtype: torch.dtype, lowered: list[_Lowered]) -> DecodeLayer:
-    known = read_layer(layer)
     qkv, out, gate_up, down = (_read_group(modules, dtype, lowered) for modules in projections(layer))
-    return DecodeLayer(
-        attention_norm=known.attention_norm.detach(),
-        mlp_norm=known.mlp_norm.detach(),
-        query_norm=None if known.query_norm is None else known.query_norm.detach(),
-        key_norm=None if known.key_norm is None else known.key_norm.detach(),
-        qkv=qkv,
-        out=out,
-        gate_up=gate_up,
-        down=down,
-        scale=known.scale,
-        eps=known.eps,
-    )
+    norms: dict[str, Any] = _norms(layer)
+    return DecodeLayer(**norms, qkv=qkv, out=out, gate_up=gate_up, down=down, turn=_turn(layer))
+
+
+def _norms(layer: Any) -> dict[str, Tensor | None]:
+    """The weights of a layer's norms, by the names that `DecodeLayer` has for them."""
+    attention, gemma = layer.self_attn, kind_of(layer) in GEMMA
+    modules = {
+        "attention_norm": layer.input_layernorm,
+        "attention_result_norm": layer.post_attention_layernorm if gemma else None,
+        "mlp_norm": layer.pre_feedforward_layernorm if gemma else layer.post_attention_layernorm,
+        "mlp_result_norm": layer.post_feedforward_layernorm if gemma else None,
+        "query_norm": getattr(attention, "q_norm", None),
+        "key_norm": getattr(attention, "k_norm", None),
+    }
+    return {name: None if module is None else module.weight.detach() for name, module in modules.items()}
+
+
+def _turn(layer: Any) -> str:
+    """Which of `_angles` turn this layer's heads."""
+    if kind_of(layer) == "Gemma3DecoderLayer":
+        kind: str = layer.self_attn.layer_type
+        return kind
+    return "all" if getattr(layer.self_attn, "use_rope", True) else "none"
+
+
+def _angles(rotary: Any, x: Tensor, positions: Tensor) -> Angles:
+    """Gemma 3's layers with a window have other angles than those without; some of SmolLM3's have none."""
+    if hasattr(rotary, "layer_types"):
+        found = {kind: rotary(x, positions[None], kind) for kind in rotary.layer_types}
+        return {kind: (cos[0], sin[0]) for kind, (cos, sin) in found.items()}
+    cos, sin = (turn[0] for turn in rotary(x, positions[None]))
+    return {"all": (cos, sin), "none": (cos[:, :0], sin[:, :0])}
 
 
 def _read_group(modules: tuple[Any, ...], dtype: torch.dtype, lowered: list[_Lowered]) -> DecodeGroup:
@@ -193,10 +226,8 @@ def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     return halves if device.type == "cuda" else (*halves, torch.float32)
 
 
-def _norms(decoder: Any) -> Iterator[Tensor]:
-    for layer in map(read_layer, decoder.layers):
-        norms = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
-        yield from (norm for norm in norms if norm is not None)
+def _activation(config: Any) -> str:
+    return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu"))
 
 
 def _causal_lm(module: Any) -> Any:

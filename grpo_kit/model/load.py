@@ -3,6 +3,7 @@ explained."""
 
 from __future__ import annotations
 
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from grpo_kit.model.model import LoadOptions, Model
 from grpo_kit.model.precision import Precision, choose_precision
 from grpo_kit.model.sources import find_source
 from grpo_kit.model.with_vllm import check_for_vllm, load_with_vllm
-from grpo_kit.rollout import Vllm, VllmEngine, check_engine, choose_engine, make_engine, why_not, why_not_vllm
+from grpo_kit.rollout import Vllm, VllmEngine, check_engine, choose_engine, examine, make_engine, why_not_vllm
 
 _loaded: Model | None = None
 
@@ -43,8 +44,8 @@ def load_model(
     lora_rank, lora_alpha: the adapter's rank, and its scale alpha / rank (alpha = rank unless given).
     dtype:          "float16", "bfloat16" or "float32" for everything that is not 4-bit; None chooses by the hardware.
     fast_inference: sample with the fastest engine there is; `engine` names one instead. "vllm" samples with vLLM in
-                    this process: the trainer's weights are views of vLLM's. It takes a while to start, and has to be
-                    asked for and installed (`pip install 'grpo-kit[vllm]'`).
+                    this process: the trainer's weights are views of vLLM's. It takes about a minute to
+                    start, can be started once in a process, and has to be installed (`pip install 'grpo-kit[vllm]'`).
     seed:           of the adapter's start. trust_remote_code: run code that the checkpoint brings; off unless asked.
     double_quant:   the scales of the 4-bit blocks in 8 bits too: 4.13 bits a weight instead of 4.5 (QLoRA, section 3).
 
@@ -137,19 +138,28 @@ def _build(options: LoadOptions, path: str, found: str, config: Any) -> Model:
                 "activations are recomputed in backward: less memory, about a third more time",
             )
         )
+    examined = cache(partial(examine, adapted))  # a trial step: one for the choice and for the engine
     name, reason = choose_engine(
         options.engine,
         options.fast_inference,
         on_gpu=precision.device.type == "cuda",
-        why_not_native=lambda: why_not(adapted),
+        examine_native=examined,
     )
     notes.append(("engine", name, reason))
     adapter = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
     notes.append(
         ("adapter", f"LoRA rank {options.lora_rank}, {adapter / 1e6:.1f} M weights in float32", "all linear layers")
     )
-    fused = step_for(name, adapted, precision, options.max_seq_length, notes)
-    engine = make_engine(name, adapted, eos_ids=chat.eos_ids, decode=chat.decode, fused=fused, vllm=vllm)
+    fused = step_for(name, adapted, precision, notes)
+    engine = make_engine(
+        name,
+        adapted,
+        eos_ids=chat.eos_ids,
+        decode=chat.decode,
+        fused=fused,
+        shape=examined() if name == "native" else None,
+        vllm=vllm,
+    )
     return Model(adapted, chat, engine, precision, options, notes, vllm)
 
 

@@ -236,7 +236,7 @@ class Model:
         if self.engine.name == name:
             return
         notes = [("engine now", name, reason)]
-        fused = step_for(name, self.module, self.precision, self.max_seq_length, notes)
+        fused = step_for(name, self.module, self.precision, notes)
         engine = make_engine(
             name, self.module, eos_ids=self.chat.eos_ids, decode=self.chat.decode, fused=fused, vllm=self._vllm
         )

@@ -18,7 +18,7 @@ from grpo_kit.rollout.vllm import Packed, SharedWeights
 
 
 def build_on(weights: SharedWeights, config: Any, precision: Precision) -> PreTrainedModel:
-    """The causal language model of `config` (of a family in `shape.FUSED`), with a view for every weight.
+    """The causal language model of `config` (of a family in `with_vllm.FAMILIES`), with a view for every weight.
 
     Raises ValueError where the weights have another layout than transformers' model.
     """

@@ -26,11 +26,10 @@ from grpo_kit.kernels import (
     decoder_layer,
     rms_norm,
 )
-from grpo_kit.model.frozen import frozen_linear, is_readable, lora_of
+from grpo_kit.model.families import TRAINED, projections, why_not_read
+from grpo_kit.model.frozen import frozen_linear, lora_of
 from grpo_kit.model.precision import Precision
 from grpo_kit.model.watch import watched
-
-LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 
 
 def nothing() -> None:
@@ -112,18 +111,13 @@ class Trunk:
 
 def why_not_fused(decoder: Any, max_seq_length: int) -> str | None:
     """Why this decoder can't run through our layers; None if it can."""
-    layers = list(getattr(decoder, "layers", []))
-    kinds = {type(layer).__name__ for layer in layers}
-    if len(kinds) != 1 or not kinds <= set(LAYERS):
-        return f"{', '.join(sorted(kinds)) or type(decoder).__name__} is run as transformers has it"
+    obstacle = why_not_read(decoder, TRAINED)
+    if obstacle:
+        return obstacle
     config = decoder.config
-    if not all(is_readable(module) for layer in layers for group in projections(layer) for module in group):
-        return "its weights are quantized in a way that only transformers reads"
-    if layers[0].self_attn.head_dim % 8 or layers[0].self_attn.head_dim > 256:
-        return f"fused attention has no kernel for heads of width {layers[0].self_attn.head_dim}"
     if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
         return f"its activation is {config.hidden_act}, not SiLU"
-    windows = [window for layer in layers if (window := _window(layer, config)) is not None]
+    windows = [window for layer in decoder.layers if (window := _window(layer, config)) is not None]
     if windows and min(windows) < max_seq_length:
         return f"its attention sees {min(windows)} tokens back, not all of up to {max_seq_length}"
     return None
@@ -135,17 +129,6 @@ def _window(layer: Any, config: Any) -> int | None:
     own = config if type(layer).__name__ == "MistralDecoderLayer" else layer.self_attn
     window: int | None = getattr(own, "sliding_window", None)
     return window
-
-
-def projections(layer: Any) -> tuple[tuple[Any, ...], ...]:
-    """A layer's linear layers, in the groups that share an input: q, k and v; o; gate and up; down."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return (
-        (attention.q_proj, attention.k_proj, attention.v_proj),
-        (attention.o_proj,),
-        (mlp.gate_proj, mlp.up_proj),
-        (mlp.down_proj,),
-    )
 
 
 def read_layer(layer: Any) -> DecoderLayer:

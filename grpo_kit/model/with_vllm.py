@@ -1,6 +1,6 @@
 """Loading for the vLLM engine: vLLM reads the checkpoint, then the trainer's model is built on its weights.
 
-Known are the families whose joined and packed layers were tested. Everything that can't work is said before vLLM is
+Everything that can't work is said before vLLM is
 started, which takes a while.
 """
 
@@ -14,11 +14,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from grpo_kit.model.memory_parts import PlanOptions, lora, weights
 from grpo_kit.model.model import LoadOptions
 from grpo_kit.model.precision import Precision
-from grpo_kit.model.shape import FUSED, quantization, read_shape
+from grpo_kit.model.shape import quantization, read_shape
 from grpo_kit.model.shared import build_on
 from grpo_kit.model.sources import Source
-from grpo_kit.rollout.vllm import Settings, Sizes, Vllm, choose_sizes, padded_rank, start
+from grpo_kit.rollout.vllm import Settings, Sizes, Vllm, choose_sizes, padded_rank, start_vllm, was_started
 
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers vLLM joins in the way that `SharedWeights` reads
 INSTEAD = "load with engine='native'"
 Note = tuple[str, str, str]
 
@@ -32,10 +33,12 @@ def check_for_vllm(options: LoadOptions, source: Source, config: Any, precision:
 
 def _why_not(options: LoadOptions, source: Source, config: Any, precision: Precision) -> str | None:
     family, made_with = getattr(config, "model_type", None), quantization(config)
+    if was_started():
+        return f"vLLM can be started once in a process, and was: save the adapter and restart the kernel, or {INSTEAD}"
     if source.note:
         return f"it is {source.note}, and vLLM is given checkpoints in transformers' format: {INSTEAD}"
-    if family not in FUSED:
-        return f"where vLLM keeps the weights of {family!r} was not tested, only of {', '.join(FUSED)}: {INSTEAD}"
+    if family not in FAMILIES:
+        return f"where vLLM keeps the weights of {family!r} is not known, only of {', '.join(FAMILIES)}: {INSTEAD}"
     if made_with and not made_with.get("load_in_4bit"):
         return f"it is quantized by {made_with.get('quant_method')!r}, not in 4 bits by bitsandbytes: {INSTEAD}"
     if options.double_quant:
@@ -64,7 +67,7 @@ def load_with_vllm(
 ) -> tuple[PreTrainedModel, Vllm]:
     """vLLM and, on its weights, the trainer's model, which has no adapter yet."""
     settings = settings_for(options, path, config, precision)
-    vllm = start(settings)
+    vllm = start_vllm(settings)
     try:
         module = build_on(vllm.weights(), config, precision)
     except Exception:

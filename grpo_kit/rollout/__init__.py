@@ -3,7 +3,7 @@
 
 from grpo_kit.rollout.choose import check_engine, choose_engine, make_engine
 from grpo_kit.rollout.engine import Completion, Engine, OnTokens, Sampling, stream_seed
-from grpo_kit.rollout.native import NativeEngine, why_not
+from grpo_kit.rollout.native import NativeEngine, NotSupported, examine
 from grpo_kit.rollout.transformers_engine import TransformersEngine
 from grpo_kit.rollout.vllm import Vllm, VllmEngine, why_not_vllm
 
@@ -11,6 +11,7 @@ __all__ = [
     "Completion",
     "Engine",
     "NativeEngine",
+    "NotSupported",
     "OnTokens",
     "Sampling",
     "TransformersEngine",
@@ -18,8 +19,8 @@ __all__ = [
     "VllmEngine",
     "check_engine",
     "choose_engine",
+    "examine",
     "make_engine",
     "stream_seed",
-    "why_not",
     "why_not_vllm",
 ]

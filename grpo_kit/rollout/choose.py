@@ -8,7 +8,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from grpo_kit.rollout.engine import Engine
-from grpo_kit.rollout.native import NativeEngine, SlotCache, TokenStep
+from grpo_kit.rollout.native import CacheShape, NativeEngine, NotSupported, SlotCache, TokenStep
 from grpo_kit.rollout.transformers_engine import TransformersEngine
 from grpo_kit.rollout.vllm import Vllm, VllmEngine
 
@@ -22,11 +22,11 @@ def check_engine(requested: str) -> None:
 
 
 def choose_engine(
-    requested: str, fast_inference: bool, *, on_gpu: bool, why_not_native: Callable[[], str | None]
+    requested: str, fast_inference: bool, *, on_gpu: bool, examine_native: Callable[[], object]
 ) -> tuple[str, str]:
-    """Return `(name, reason)`. `why_not_native()` says why the native engine can't run the model, None if it can; it
-    may take a moment and is asked only where that matters. "vllm" is for those who ask for it: the native engine is
-    faster beside a trainer's 4-bit weights, and needs no start.
+    """Return `(name, reason)`. `examine_native()` raises NotSupported, with the reason, if the native engine can't run
+    the model; it may take a moment and is asked only where that matters. "vllm" is for those who ask for it: the native
+    engine is faster beside a trainer's 4-bit weights, and needs no start.
 
     Raises ValueError for an engine there is not, or that can't run the model.
     """
@@ -36,13 +36,16 @@ def choose_engine(
     if requested == "auto" and not on_gpu:
         wanted = "fast_inference was asked for, but " if fast_inference else ""
         return "transformers", f"{wanted}what makes native faster is a GPU's; without one the plain engine does as well"
-    obstacle = why_not_native()
-    if requested == "native":
-        if obstacle:
-            raise ValueError(f"engine='native' can't sample with this model: {obstacle}; engine='transformers' can")
-        return "native", "asked for"
-    if obstacle:
+    try:
+        examine_native()
+    except NotSupported as obstacle:
+        if requested == "native":
+            raise ValueError(
+                f"engine='native' can't sample with this model: {obstacle}; engine='transformers' can"
+            ) from obstacle
         return "transformers", f"native can't: {obstacle}"
+    if requested == "native":
+        return "native", "asked for"
     return "native", "a GPU, and a model whose token step can be one CUDA graph"
 
 
@@ -53,12 +56,13 @@ def make_engine(
     eos_ids: Collection[int],
     decode: Callable[[list[int]], str],
     fused: Callable[[SlotCache], TokenStep | None] | None = None,
+    shape: CacheShape | None = None,
     vllm: Vllm | None = None,
 ) -> Engine:
-    """The engine that `choose_engine` named; `fused` is for the native one, `vllm` (with the module's weights) for that
-    of its name. Raises ValueError for one there is not."""
+    """The engine that `choose_engine` named; fused and shape are the native one's, vllm (which has the module's
+    weights) is for that of its name. Raises ValueError for one there is not."""
     if name == NativeEngine.name:
-        return NativeEngine(module, eos_ids=eos_ids, decode=decode, fused=fused)
+        return NativeEngine(module, eos_ids=eos_ids, decode=decode, fused=fused, shape=shape)
     if name == TransformersEngine.name:
         return TransformersEngine(module, eos_ids=eos_ids, decode=decode)
     if name == VllmEngine.name:

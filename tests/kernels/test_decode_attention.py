@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_kit.kernels.decode_attention import decode_attention
 from tests.kernels.launching import launch, skip_products_in, where_kernels_run
+from tests.kernels.unfinished import nibbles_by_hand
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # heads, kv_heads, D: groups of 1, 4, 7 and 16; D that fill a power of two and that don't.
@@ -19,51 +20,74 @@ SHAPES = [(4, 4, 80), (8, 2, 64), (7, 1, 128), (2, 2, 96), (16, 1, 64), (4, 2, 2
 LENGTH = 150  # fills no tile
 POSITIONS = [0, 149, 31, 64]
 SCALE = 0.2
+# (window, softcap): a window that one row fills to the last column and one exceeds, one of less than a tile, a cap that
+# bends most scores, and both.
+SIGHTS = [(32, None), (5, None), (None, 3.0), (100, 3.0)]
 
 
-def inputs(shape: tuple[int, int, int], dtype: torch.dtype, positions: list[int] = POSITIONS) -> list[Tensor]:
-    """[q, keys, values, positions]; a slot and columns more than needed, and NaN wherever nothing was written."""
+def inputs(
+    shape: tuple[int, int, int], dtype: torch.dtype, positions: list[int] = POSITIONS, window: int | None = None
+) -> list[Tensor]:
+    """[q, keys, values, positions]; a slot and columns more than needed, and NaN wherever no row sees anything."""
     heads, kv_heads, width = shape
     g = torch.Generator().manual_seed(heads)
     q = torch.randn(len(positions), heads, width, generator=g)
     caches = 2 * torch.randn(2, len(positions) + 1, kv_heads, LENGTH + 8, width, generator=g)
     for slot, position in enumerate(positions):
         caches[:, slot, :, position + 1 :] = math.nan
+        if window is not None:
+            caches[:, slot, :, : max(position + 1 - window, 0)] = math.nan
     caches[:, -1] = math.nan
     return [q.to(dtype), *caches.to(dtype), torch.tensor(positions)]
 
 
-def reference(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+def reference(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None = None, softcap: float | None = None
+) -> Tensor:
     """[B, heads·D] in float64 and nibble order."""
     rows = []
     for b, position in enumerate(positions.tolist()):
-        k, v = (x[b, :, : position + 1].double() for x in (keys, values))
-        rows.append(scaled_dot_product_attention(q[b, :, None].double(), k, v, scale=SCALE, enable_gqa=True).flatten())
-    plain = torch.stack(rows)
-    ordered = torch.empty_like(plain)
-    for k in range(plain.shape[1]):
-        ordered[:, k - k % 64 + 16 * (k % 4) + k % 64 // 4] = plain[:, k]
-    return ordered
+        first = 0 if window is None else max(position + 1 - window, 0)
+        k, v = (x[b, :, first : position + 1].double() for x in (keys, values))
+        rows.append(attention(q[b, :, None].double(), k, v, softcap).flatten())
+    return nibbles_by_hand(torch.stack(rows))
 
 
-def assert_accurate(got: Tensor, given: list[Tensor]) -> None:
+def attention(q: Tensor, keys: Tensor, values: Tensor, softcap: float | None) -> Tensor:
+    """[heads, 1, D] of q [heads, 1, D], keys and values [kv_heads, T, D]; torch's own unless there is a softcap."""
+    if softcap is None:
+        return scaled_dot_product_attention(q, keys, values, scale=SCALE, enable_gqa=True)
+    keys, values = (x.repeat_interleave(len(q) // len(x), 0) for x in (keys, values))
+    bent = softcap * torch.tanh(torch.einsum("hqd,htd->hqt", q, keys) * SCALE / softcap)
+    return torch.einsum("hqt,htd->hqd", bent.softmax(-1), values)
+
+
+def assert_accurate(got: Tensor, given: list[Tensor], window: int | None = None, softcap: float | None = None) -> None:
     """Rounded are the weights, whose errors the values multiply, and the result. Triton's interpreter cuts bfloat16
     numbers off, so both errors may be a whole unit in the last place and not half of one."""
     q, keys, values, positions = given
     unit = max(torch.finfo(got.dtype).eps, 1e-5)
-    expected, size = reference(*given), reference(q, keys, values.abs(), positions)
+    expected = reference(*given, window, softcap)
+    size = reference(q, keys, values.abs(), positions, window, softcap)
     assert got.dtype == q.dtype and got.shape == expected.shape
     assert ((got.double() - expected).abs() <= unit * (expected.abs() + size)).all()
 
 
-def in_parts(given: list[Tensor], parts: int, group: int = 16) -> Any:
-    return launch("decode_attention_triton.attend_in_parts", *given, SCALE, parts, group)
+def in_parts(given: list[Tensor], parts: int, group: int = 16, *sight: float | None) -> Any:
+    return launch("decode_attention_triton.attend_in_parts", *given, SCALE, parts, group, *sight)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_twin_equals_torch_in_float64(shape: tuple[int, int, int]) -> None:
     given = inputs(shape, torch.float64)
     torch.testing.assert_close(decode_attention(*given, SCALE, LENGTH), reference(*given))
+
+
+@pytest.mark.parametrize(("window", "softcap"), SIGHTS)
+def test_twin_sees_and_bends_as_it_is_told(window: int | None, softcap: float | None) -> None:
+    given = inputs((8, 2, 64), torch.float64, window=window)
+    got = decode_attention(*given, SCALE, LENGTH, window, softcap)
+    torch.testing.assert_close(got, reference(*given, window, softcap))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -89,6 +113,13 @@ def test_kernels_of_every_dtype(parts: int, dtype: torch.dtype) -> None:
     assert_accurate(in_parts(given, parts), given)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(("window", "softcap"), SIGHTS)
+def test_kernels_see_and_bend_as_they_are_told(window: int | None, softcap: float | None, parts: int) -> None:
+    given = inputs((8, 2, 64), torch.float32, window=window)
+    assert_accurate(in_parts(given, parts, 16, window, softcap), given, window, softcap)
+
+
 def test_more_parts_than_most_rows_can_fill() -> None:
     given = inputs((8, 2, 64), torch.float32)
     assert_accurate(in_parts(given, 9), given)
@@ -105,11 +136,13 @@ def test_large_scores_do_not_overflow() -> None:
     given = [q * 1000, *caches]
     for parts in (1, 3):
         assert_accurate(in_parts(given, parts), given)
+        assert_accurate(in_parts(given, parts, 16, None, 30.0), given, None, 30.0)
 
 
 def test_choice_of_kernels() -> None:
     given = inputs((8, 2, 64), torch.float32)
     assert_accurate(where_kernels_run(decode_attention, *given, SCALE, LENGTH), given)
+    assert_accurate(where_kernels_run(decode_attention, *given, SCALE, LENGTH, 32, 3.0), given, 32, 3.0)
 
 
 def test_kernels_take_any_strides() -> None:
@@ -139,6 +172,17 @@ def test_parts_fill_the_gpu(rows: int, length: int, parts: int) -> None:
     assert launch("decode_attention_triton.parts_of_a_row", rows * 8, length, 132) == parts
 
 
+def test_a_window_far_out_in_more_parts_than_it_fills() -> None:
+    """128 of 4,001 columns: parts are cut from these, of 32 columns each; the last five of nine are empty."""
+    far, g = 4000, torch.Generator().manual_seed(0)
+    keys, values = torch.full((2, 1, 2, far + 1, 64), math.nan)
+    for cache in (keys, values):
+        cache[:, :, -128:] = torch.randn(1, 2, 128, 64, generator=g)
+    given = [torch.randn(1, 2, 64, generator=g), keys, values, torch.tensor([far])]
+    assert_accurate(where_kernels_run(decode_attention, *given, SCALE, far + 1, 128), given, 128)
+    assert_accurate(in_parts(given, 9, 16, 128), given, 128)
+
+
 def test_refuses_what_it_cannot_do() -> None:
     q, keys, values, positions = inputs((8, 2, 64), torch.float32)
     with pytest.raises(ValueError, match="heads a multiple of kv_heads"):
@@ -155,3 +199,6 @@ def test_refuses_what_it_cannot_do() -> None:
         decode_attention(q.repeat(1, 3, 1), keys[:, :1], values[:, :1], positions, SCALE, LENGTH)
     with pytest.raises(ValueError, match="multiple of 64"):
         decode_attention(q[..., :36], keys[..., :36], values[..., :36], positions, SCALE, LENGTH)
+    for wrong in [(0, None), (None, 0.0)]:
+        with pytest.raises(ValueError, match="window and a softcap above 0"):
+            decode_attention(q, keys, values, positions, SCALE, LENGTH, *wrong)

@@ -29,13 +29,29 @@ LENGTH = 7
 
 @dataclass(frozen=True)
 class Heads:
+    """turned: how many of a head's numbers, None for all. single: q, k and v are one matrix."""
+
     heads: int
     kv_heads: int
     width: int
     norms: bool
+    turned: int | None = None
+    single: bool = False
+    zero_centered: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        sizes = (self.heads * self.width, *(self.kv_heads * self.width,) * 2)
+        return (sum(sizes),) if self.single else sizes
 
 
-SHAPES = [Heads(4, 2, 64, False), Heads(3, 1, 80, True)]
+SHAPES = [
+    Heads(4, 2, 64, False),
+    Heads(3, 1, 80, True),
+    Heads(2, 1, 64, False, turned=48, single=True),
+    Heads(2, 2, 80, True, turned=24, zero_centered=True),
+    Heads(1, 1, 64, False, turned=0),
+]
 
 
 def inputs(case: Case, shape: Heads) -> dict[str, Any]:
@@ -45,10 +61,11 @@ def inputs(case: Case, shape: Heads) -> dict[str, Any]:
     def random(*size: int) -> Tensor:
         return torch.randn(*size, generator=g).to(case.dtype)
 
-    angle = (2 * math.pi * torch.rand(case.rows, shape.width // 2, generator=g)).repeat(1, 2)
+    turned = shape.width if shape.turned is None else shape.turned
+    angle = (2 * math.pi * torch.rand(case.rows, turned // 2, generator=g)).repeat(1, 2)
     caches = random(2, shape.kv_heads, case.rows + 3, LENGTH, shape.width + 8)[..., :-8].transpose(1, 2)
     return {
-        "parts": unfinished(case, (shape.heads * shape.width, *(shape.kv_heads * shape.width,) * 2)),
+        "parts": unfinished(case, shape.sizes),
         "cos": angle.cos().to(case.dtype),
         "sin": angle.sin().to(case.dtype),
         "query_norm": 1 + 0.3 * random(shape.width) if shape.norms else None,
@@ -57,29 +74,36 @@ def inputs(case: Case, shape: Heads) -> dict[str, Any]:
         "positions": torch.arange(case.rows) * 5 % LENGTH,
         "keys": caches[0],
         "values": caches[1],
+        "zero_centered": shape.zero_centered,
     }
 
 
-def normed64(x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+def normed64(x: Tensor, weight: Tensor | None, dtype: torch.dtype, zero_centered: bool) -> Tensor:
     if weight is None:
         return x
-    normal = rounded(x / (x.square().mean(-1, keepdim=True) + EPS).sqrt(), dtype)
-    return rounded(normal * weight.double(), dtype)
+    normal = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+    if zero_centered:
+        return rounded(normal * (1 + weight.double()), dtype)
+    return rounded(rounded(normal, dtype) * weight.double(), dtype)
 
 
 def turned64(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """A pair as a complex number, times the unit number of its angle."""
-    half = x.shape[-1] // 2
+    """A pair as a complex number, times the unit number of its angle; what no angle belongs to as it is."""
+    width = cos.shape[1]
+    half = width // 2
     unit = torch.complex(cos.double(), sin.double())[:, None, :half]
-    turned = torch.complex(x[..., :half], x[..., half:]) * unit
-    return torch.cat([turned.real, turned.imag], -1)
+    turned = torch.complex(x[..., :half], x[..., half:width]) * unit
+    return torch.cat([turned.real, turned.imag, x[..., width:]], -1)
 
 
 def reference(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v) [B, heads, D] in float64, before the last rounding."""
     parts: Parts = given["parts"]
-    q, k, v = (y.unflatten(1, (-1, given["keys"].shape[3])) for y in finished64(parts).split(parts.sizes, 1))
-    q, k = normed64(q, given["query_norm"], parts.dtype), normed64(k, given["key_norm"], parts.dtype)
+    kv_heads, width = given["keys"].shape[1], given["keys"].shape[3]
+    y = finished64(parts).unflatten(1, (-1, width))
+    q, k, v = y[:, : -2 * kv_heads], y[:, -2 * kv_heads : -kv_heads], y[:, -kv_heads:]
+    q = normed64(q, given["query_norm"], parts.dtype, given["zero_centered"])
+    k = normed64(k, given["key_norm"], parts.dtype, given["zero_centered"])
     return turned64(q, given["cos"], given["sin"]), turned64(k, given["cos"], given["sin"]), v
 
 
@@ -133,6 +157,8 @@ def test_refuses_what_does_not_fit_together() -> None:
     given = inputs(Case(torch.float32, 4, 1, 0, False), Heads(2, 1, 64, norms=False))
     for wrong in [
         {"cos": given["cos"][:2]},
+        {"cos": given["cos"][:, :63], "sin": given["sin"][:, :63]},
+        {"cos": given["cos"].repeat(1, 2), "sin": given["sin"].repeat(1, 2)},
         {"positions": given["positions"][:2]},
         {"keys": given["keys"][:3], "values": given["values"][:3]},
         {"values": given["values"][:, :, 1:]},

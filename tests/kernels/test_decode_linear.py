@@ -27,8 +27,9 @@ class Case:
     rank: int
 
 
-# One to three matrices, below a tile, of one, just above one, of several; K an odd number of blocks, or one block; each
-# tile of rows full and not; ranks of no tile, of a part of one, of several.
+# One to three matrices, below a tile, of one, just above one, of several; K with each span of the nibble order, an odd
+# number of blocks, or one block; each tile of rows full and not, and two of the largest; ranks of no tile, of a part of
+# one, of several.
 CASES = [
     Case((72,), 192, 1, 0),
     Case((130, 16, 48), 64, 3, 5),
@@ -36,6 +37,12 @@ CASES = [
     Case((40, 24), 576, 16, 1),
     Case((136, 64, 8), 192, 17, 5),
     Case((129,), 320, 64, 32),
+    Case((40, 24), 768, 8, 5),
+    Case((72,), 512, 16, 5),
+    Case((33,), 640, 7, 3),
+    Case((129,), 512, 33, 32),
+    Case((40, 24), 256, 130, 5),
+    Case((72,), 192, 100, 0),
 ]
 
 
@@ -74,14 +81,16 @@ def given(case: Case, dtype: torch.dtype) -> Given:
     return Given(nibble_order(x), group, low, torch.cat([dense for _, dense in weights]))
 
 
-def with_rounded_values(group: DecodeGroup, dtype: torch.dtype) -> Tensor:
-    """[N, K] in float64: the weights before their absmax rounded to the dtype in which they are multiplied."""
+def as_multiplied(group: DecodeGroup, dtype: torch.dtype) -> Tensor:
+    """[N, K] in float64: values and absmax rounded to the dtype in which they are multiplied, and their product too."""
     blocks = [
         (weight.dense().unflatten(1, (-1, 64)) / weight.absmax[..., None], weight.absmax[..., None].double())
         for weight in group.weights
         if isinstance(weight, Nf4)
     ]
-    return torch.cat([(rounded(values, dtype) * absmax).flatten(1) for values, absmax in blocks])
+    return torch.cat(
+        [rounded(rounded(value, dtype) * rounded(absmax, dtype), dtype).flatten(1) for value, absmax in blocks]
+    )
 
 
 def assert_sums(got: Parts, group: DecodeGroup, exact: Tensor, unit: float = 1e-5) -> None:
@@ -147,12 +156,12 @@ def test_a_layer_that_is_not_quantized(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernel_rounds_the_values_alone(case: Case, dtype: torch.dtype) -> None:
+def test_kernel_rounds_the_weights_alone(case: Case, dtype: torch.dtype) -> None:
     skip_products_in(dtype)
     here = given(case, dtype)
     got = launch("decode_linear_triton.multiply", here.x, here.group)
     assert got.dtype == dtype
-    assert_sums(got, here.group, here.exact(with_rounded_values(here.group, dtype)))
+    assert_sums(got, here.group, here.exact(as_multiplied(here.group, dtype)))
     assert_sums(got, here.group, here.exact(here.dense), max(torch.finfo(dtype).eps * 2, 1e-5))
 
 
@@ -162,18 +171,19 @@ def test_kernel_in_parts_of_unequal_length(parts: int) -> None:
     here = given(Case((40, 24), 576, 8, 5), torch.float16)
     got = launch("decode_linear_triton.multiply_in_parts", here.x, here.group, parts, fused.TILES[0])
     assert len(got.sums) == parts
-    assert_sums(got, here.group, here.exact(with_rounded_values(here.group, torch.float16)))
+    assert_sums(got, here.group, here.exact(as_multiplied(here.group, torch.float16)))
 
 
 def test_parts_fill_an_h200() -> None:
-    """Tiles of 64 outputs with 2 warps, 132 multiprocessors; the layers of an 8B model with LoRA of rank 32."""
+    """Tiles of 32 outputs with 2 warps, steps of 256 inputs, 132 multiprocessors; layers with LoRA of rank 32."""
     parts = triton_kernel().parts_of_a_product
-    assert parts(2 * (6144 // 64 + 6), 4096 // 64, 132) == 8  # q, k, v: 816 programs
-    assert parts(2 * (4096 // 64 + 2), 4096 // 64, 132) == 13  # o: 858
-    assert parts(2 * (28672 // 64 + 4), 4096 // 64, 132) == 2  # gate and up: 904
-    assert parts(2 * (4096 // 64 + 2), 14336 // 64, 132) == 13  # down
-    assert parts(2 * 8, 8192 // 64, 132) == 16  # no more than are added up well
-    assert parts(2 * 24, 1536 // 64, 132) == 6  # no fewer than 4 blocks each
+    assert parts(2 * (6144 // 32 + 6), 4096 // 256, 132) == 4  # q, k, v of an 8B model: 3 are not enough to be equal
+    assert parts(2 * (4096 // 32 + 2), 4096 // 256, 132) == 4  # o
+    assert parts(2 * (28672 // 32 + 4), 4096 // 256, 132) == 1  # gate and up
+    assert parts(2 * (4096 // 32 + 2), 14336 // 256, 132) == 4  # down
+    assert parts(2 * (1536 // 32 + 2), 8960 // 256, 132) == 10  # down of a 1.5B model: none up to 16 is equal
+    assert parts(2 * 8, 8192 // 256, 132) == 16  # no more than are added up well
+    assert parts(2 * 24, 1536 // 256, 132) == 6  # each has a step
     assert parts(2, 1, 132) == 1
 
 
@@ -183,8 +193,8 @@ def test_compiles_for_sm80_with_wide_copies(dtype: torch.dtype) -> None:
     fused = triton_kernel()
     compiled = compiled_for_sm80(fused._multiply, fused.TILES[0], dtype)
     assert "prmt.b32 n0" in compiled.asm["ptx"]
-    # Bytes at a time: 16 of words and of x, 4 of absmax.
-    assert set(re.findall(r"cp\.async\.c.*, (0x\w+), %", compiled.asm["ptx"])) == {"0x10", "0x4"}
+    # Bytes at a time: 16 of words and of x, 8 of absmax.
+    assert set(re.findall(r"cp\.async\.c.*, (0x\w+), %", compiled.asm["ptx"])) == {"0x10", "0x8"}
 
 
 def compiled_for_sm80(kernel: Any, tile: Any, dtype: torch.dtype) -> Any:
@@ -198,6 +208,7 @@ def compiled_for_sm80(kernel: Any, tile: Any, dtype: torch.dtype) -> Any:
     pointers = {"x": mine, "lora_a": mine, "sums": "*fp32", "table": "*i32"}
     pointers |= {f"words{i}": "*i16" for i in range(3)} | {f"absmax{i}": "*fp32" for i in range(3)}
     constants = {"PTX": ptx(dtype), "ROWS": tile.rows, "OUTPUTS": tile.outputs, "STAGES": tile.stages}
+    constants |= {"BLOCKS": tile.blocks, "SPAN": 256, "CHAINED": False}
     names = kernel.arg_names
     signature = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in pointers}

@@ -31,11 +31,13 @@ def inputs(case: Case, width: int) -> tuple[Tensor, Parts, Tensor]:
     return x, unfinished(case, (width,)), (1 + 0.3 * torch.randn(width, generator=g)).to(case.dtype)
 
 
-def norm64(x: Tensor, weight: Tensor | None, dtype: torch.dtype, ordered: bool) -> Tensor:
+def norm64(x: Tensor, weight: Tensor | None, dtype: torch.dtype, ordered: bool, zero_centered: bool = False) -> Tensor:
     """The norm of x [B, H], float64 numbers of the format `dtype`, rounded before the product with weight."""
-    h = rounded(x / (x.square().mean(-1, keepdim=True) + EPS).sqrt(), dtype)
-    if weight is not None:
-        h = h * weight.double()
+    h = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+    if zero_centered and weight is not None:
+        h = h * (1 + weight.double())
+    else:
+        h = rounded(h, dtype) * (1 if weight is None else weight.double())
     return nibbles_by_hand(h) if ordered else h
 
 
@@ -78,6 +80,31 @@ def test_norm_alone(dtype: torch.dtype, with_weight: bool) -> None:
     assert_near(h, expected, in_interpreter=True)
 
 
+@pytest.mark.parametrize("zero_centered", [True, False])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_norm_of_its_own_before_the_sum(case: Case, zero_centered: bool) -> None:
+    skip_what_the_interpreter_cannot(case)
+    x, parts, weight = inputs(case, 192)
+    inner, before = weight.flip(0) / 2, x.clone()
+    y = rounded(norm64(finished64(parts), inner, case.dtype, False, zero_centered), case.dtype)
+    given = (x, parts, weight, EPS, True, inner, zero_centered)
+    for total, h in (add_norm(*given), launch("decode_norm.add_norm", *given)):
+        assert total.dtype == h.dtype == case.dtype
+        assert_near(total, x.double() + y, in_interpreter=True)
+        assert_near(h, norm64(total.double(), weight, case.dtype, True, zero_centered), in_interpreter=True)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_weights_around_zero_are_rounded_once(case: Case) -> None:
+    skip_what_the_interpreter_cannot(case)
+    x, parts, weight = inputs(case, 72)
+    given = (x, parts, weight - 1, EPS, False, None, True)
+    for total, h in (add_norm(*given), launch("decode_norm.add_norm", *given)):
+        assert_near(total, x.double() + finished64(parts), in_interpreter=True)
+        assert_near(h, norm64(total.double(), weight - 1, case.dtype, False, True), in_interpreter=True)
+
+
 def test_float32_weight_of_16_bit_numbers() -> None:
     x, _, weight = inputs(Case(torch.float16, 5, 1, 0, False), 192)
     weight = weight.float() + 1e-4  # between two numbers of 16 bits
@@ -92,8 +119,10 @@ def test_refuses_what_does_not_fit_together() -> None:
     parts = Parts(torch.zeros(1, 2, 96), (96,), torch.float32)
     with pytest.raises(ValueError, match="multiple of 64"):
         add_norm(x, parts, weight, EPS, ordered=True)
-    with pytest.raises(ValueError, match=r"weight \(95,\)"):
+    with pytest.raises(ValueError, match=r"weights \[\(95,\)\]"):
         add_norm(x, parts, weight[1:], EPS, ordered=False)
+    with pytest.raises(ValueError, match=r"weights \[\(96,\), \(95,\)\]"):
+        add_norm(x, parts, weight, EPS, ordered=False, inner=weight[1:])
     with pytest.raises(ValueError, match=r"\(2, 96\) torch\.float16 and \(96,\)"):
         add_norm(x.half(), parts, weight, EPS, ordered=False)
     with pytest.raises(ValueError, match="of 2 rows"):

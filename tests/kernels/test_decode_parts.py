@@ -9,6 +9,18 @@ from grpo_kit.kernels.decode_parts import Parts, natural_order, nibble_order
 from tests.kernels.unfinished import CASES, Case, assert_near, finished64, nibbles_by_hand, unfinished
 
 
+@pytest.mark.parametrize("inner", [128, 320, 384, 512])
+def test_nibble_order_of_every_span(inner: int) -> None:
+    x = torch.arange(2.0 * inner).view(2, inner)
+    assert torch.equal(nibble_order(x), nibbles_by_hand(x))
+    assert torch.equal(natural_order(nibble_order(x)), x)
+
+
+def test_nibble_order_refuses_other_sizes() -> None:
+    with pytest.raises(ValueError, match="multiple of 64; got 96"):
+        nibble_order(torch.zeros(1, 96))
+
+
 def test_nibble_order_element_by_element() -> None:
     x = torch.arange(2 * 192.0).view(2, 192)
     assert torch.equal(nibble_order(x), nibbles_by_hand(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -68,10 +69,12 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def nibbles_by_hand(x: Tensor) -> Tensor:
-    """[B, K] with element k of each block of 64 at 16·(k mod 4) + k // 4, one column after the other."""
+    """[B, K] with element k of each span of W at W/4·(k mod 4) + k // 4, one column after the other; W is the largest
+    of 256, 128 and 64 that divides K."""
     out = torch.full_like(x, float("nan"))
+    wide = math.gcd(x.shape[1], 256)
     for k in range(x.shape[1]):
-        out[:, k // 64 * 64 + 16 * (k % 64 % 4) + k % 64 // 4] = x[:, k]
+        out[:, k // wide * wide + wide // 4 * (k % wide % 4) + k % wide // 4] = x[:, k]
     return out
 
 

@@ -10,11 +10,13 @@ from pathlib import Path
 import bitsandbytes
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PhiConfig
 
 import grpo_kit as gk
 from grpo_kit.model import Model
 from grpo_kit.model.load import load_model
+from grpo_kit.rollout import examine
 
 Tiny = Callable[..., Path]
 
@@ -242,6 +244,18 @@ def test_the_engine_that_was_asked_for_answers(tiny_checkpoint: Tiny) -> None:
     assert model.engine.name == "native" and ("engine", "native", "asked for") in model.notes
     assert isinstance(model.generate("a", max_tokens=3), str)
     assert isinstance(model.generate("a", max_tokens=3, adapter=False), str)
+
+
+def test_the_native_engine_tries_the_model_once(tiny_checkpoint: Tiny) -> None:
+    passes: list[str] = []
+    hook = register_module_forward_pre_hook(lambda module, _: passes.append(type(module).__name__))
+    try:
+        model = load_model(str(tiny_checkpoint()), load_in_4bit=False, max_seq_length=48, lora_rank=4, engine="native")
+        while_loading, passes[:] = passes.count("LlamaForCausalLM"), []
+        examine(model.module)
+    finally:
+        hook.remove()
+    assert while_loading == passes.count("LlamaForCausalLM") > 0
 
 
 def test_bfloat16_on_request_has_a_float32_adapter(tiny_checkpoint: Tiny) -> None:

@@ -16,13 +16,14 @@ from grpo_kit.model.lora import add_lora, lora_parameters
 from grpo_kit.model.precision import Precision
 from grpo_kit.model.shared import build_on
 from grpo_kit.model.trunk import why_not_fused
+from grpo_kit.model.with_vllm import FAMILIES
 from grpo_kit.rollout.vllm import SharedWeights
 from tests.rollout.native.conftest import FUSED, WIDE, tiny
 from tests.rollout.vllm.fakes import JOINED, FakeModel
 
 CPU = Precision(torch.device("cpu"), torch.float32, "for a test")
 ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-CASES = [(family, tied) for family in FUSED for tied in (True, False)]
+CASES = [(family, tied) for family in FAMILIES for tied in (True, False)]
 
 
 def source(family: str, tied: bool = True, **config: Any) -> Any:

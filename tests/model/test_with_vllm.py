@@ -59,7 +59,7 @@ def test_what_was_tested_is_taken() -> None:
     ("given", "source", "found", "dtype", "words"),
     [
         ({}, Source("a", "converted from GGUF: a.gguf"), {}, torch.bfloat16, "converted from GGUF.*engine='native'"),
-        ({}, Source("a"), {"model_type": "gemma2"}, torch.bfloat16, "'gemma2' was not tested.*engine='native'"),
+        ({}, Source("a"), {"model_type": "gemma2"}, torch.bfloat16, "'gemma2' is not known.*engine='native'"),
         ({}, Source("a"), {"quantization_config": {"quant_method": "gptq"}}, torch.bfloat16, "by 'gptq'"),
         ({"double_quant": True}, Source("a"), {}, torch.bfloat16, "double_quant saves nothing: leave it out"),
         ({}, Source("a"), {}, torch.float16, "in bfloat16 whatever else is in torch.float16: leave dtype out"),
@@ -72,6 +72,14 @@ def test_what_cannot_work_is_said_before_vllm_starts(
 ) -> None:
     with pytest.raises(ValueError, match=f"(?s)engine='vllm' can't load a/model: .*{words}"):
         check_for_vllm(options(**given), source, config(**found), Precision(BF16.device, dtype, "asked for"))
+
+
+def test_a_second_start_in_a_process_is_refused_while_the_first_model_is_still_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("grpo_kit.rollout.vllm.start._started", True)
+    with pytest.raises(ValueError, match="once in a process, and was: save the adapter and restart the kernel"):
+        check_for_vllm(options(), Source("a/model"), config(), BF16)
 
 
 def test_without_vllm_loading_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,49 +4,49 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_kit.rollout import check_engine, choose_engine, make_engine
+from grpo_kit.rollout import NotSupported, check_engine, choose_engine, make_engine
 
 
 def nothing() -> None:
     return None
 
 
-def recurrent() -> str:
-    return "its layers are recurrent"
+def recurrent() -> None:
+    raise NotSupported("its layers are recurrent")
 
 
-def unasked() -> str | None:
+def unasked() -> None:
     raise AssertionError("this takes a moment and does not matter here")
 
 
 def test_a_gpu_has_the_native_engine_where_the_model_allows_it() -> None:
-    name, reason = choose_engine("auto", False, on_gpu=True, why_not_native=nothing)
+    name, reason = choose_engine("auto", False, on_gpu=True, examine_native=nothing)
     assert name == "native" and reason
-    name, reason = choose_engine("auto", True, on_gpu=True, why_not_native=recurrent)
+    name, reason = choose_engine("auto", True, on_gpu=True, examine_native=recurrent)
     assert name == "transformers" and "its layers are recurrent" in reason
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_a_cpu_has_the_plain_one_and_says_what_fast_inference_comes_to(fast: bool) -> None:
-    name, reason = choose_engine("auto", fast, on_gpu=False, why_not_native=unasked)
+    name, reason = choose_engine("auto", fast, on_gpu=False, examine_native=unasked)
     assert name == "transformers" and ("fast_inference" in reason) is fast
 
 
 def test_what_is_asked_for_is_what_samples() -> None:
     asked = ("transformers", "asked for")
-    assert choose_engine("transformers", True, on_gpu=True, why_not_native=unasked) == asked
-    assert choose_engine("native", False, on_gpu=False, why_not_native=nothing) == ("native", "asked for")
+    assert choose_engine("transformers", True, on_gpu=True, examine_native=unasked) == asked
+    assert choose_engine("native", False, on_gpu=False, examine_native=nothing) == ("native", "asked for")
 
 
 def test_vllm_samples_only_where_it_is_asked_for_and_holds_the_weights() -> None:
-    assert choose_engine("vllm", False, on_gpu=True, why_not_native=unasked) == ("vllm", "asked for")
+    assert choose_engine("vllm", False, on_gpu=True, examine_native=unasked) == ("vllm", "asked for")
     with pytest.raises(ValueError, match="not vLLM's: load it with engine='vllm'"):
         make_engine("vllm", None, eos_ids=(), decode=str)  # type: ignore[arg-type]
 
 
 def test_an_engine_that_cannot_run_the_model_is_an_error_where_it_was_asked_for() -> None:
     with pytest.raises(ValueError, match="'native' can't sample with this model: its layers are recurrent"):
-        choose_engine("native", False, on_gpu=True, why_not_native=recurrent)
+        choose_engine("native", False, on_gpu=True, examine_native=recurrent)
 
 
 def test_an_engine_there_is_not_is_an_error() -> None:

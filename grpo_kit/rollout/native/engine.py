@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from grpo_kit.rollout.engine import Completion, OnTokens, Sampling
 from grpo_kit.rollout.forward import check_prompts
-from grpo_kit.rollout.native.cache import SlotCache, columns_for, slots_within
+from grpo_kit.rollout.native.cache import CacheShape, SlotCache, columns_for, slots_within
 from grpo_kit.rollout.native.generation import Generation
 from grpo_kit.rollout.native.module_step import ModuleStep
 from grpo_kit.rollout.native.session import Session, TokenStep
@@ -36,8 +36,9 @@ class NativeEngine:
     fused:       makes a faster token step than `ModuleStep` for a cache, or None where it can't. It is asked anew
                  when the adapter is switched on or off, or weights move.
     cache_bytes: the most that keys and values may take; half of the GPU's free memory, or 1 GB on a CPU, if not given.
+    shape:       what `support.examine` found, which is asked now if not given.
 
-    Raises ValueError if the module is of a kind that this engine can't run (see `support.why_not`).
+    Raises NotSupported, a ValueError, if the module is of a kind that this engine can't run.
     """
 
     name = "native"
@@ -50,8 +51,9 @@ class NativeEngine:
         decode: Callable[[list[int]], str],
         fused: Callable[[SlotCache], TokenStep | None] | None = None,
         cache_bytes: int | None = None,
+        shape: CacheShape | None = None,
     ):
-        self.shape = examine(module)
+        self.shape = examine(module) if shape is None else shape
         self.module, self.eos_ids, self.fused, self.cache_bytes = module, frozenset(eos_ids), fused, cache_bytes
         self.endings = Endings(self.eos_ids, decode)
         self.steps_ahead = 1 if self.shape.device.type == "cuda" else 0

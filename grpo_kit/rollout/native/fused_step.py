@@ -1,14 +1,15 @@
-"""A token step of a decoder with layers of the Llama kind, by the decode kernels: few launches, weights as stored.
+"""A token step of a decoder of the Llama or Gemma kind, by the decode kernels: few launches, weights as stored.
 
-It is handed the layers' weights as they lie and knows no modules (see `model/decode_layers.py`). It has no sliding
-window: every row sees all of its columns.
+It is handed the layers' weights as they lie and knows no modules (see `model/decode_layers.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
@@ -19,38 +20,51 @@ from grpo_kit.kernels.decode_linear import DecodeGroup, decode_linear
 from grpo_kit.kernels.decode_norm import add_norm
 from grpo_kit.rollout.native.cache import SlotCache
 
+Angles = dict[str, tuple[Tensor, Tensor]]
+
 
 @dataclass(frozen=True)
 class DecodeLayer:
-    """One layer: norms [H]; query_norm, key_norm [D] of each head, or None; the linear layers that share an input; the
-    scale of attention's scores, and the norms' eps."""
+    """One layer: norms [H] of what attention and the MLP get, and of their results, or None; query_norm, key_norm [D]
+    of each head, or None; the linear layers that share an input (q, k and v, like gate and up, may be one matrix); the
+    name of the angles that its heads are turned by."""
 
     attention_norm: Tensor
+    attention_result_norm: Tensor | None
     mlp_norm: Tensor
+    mlp_result_norm: Tensor | None
     query_norm: Tensor | None
     key_norm: Tensor | None
     qkv: DecodeGroup
     out: DecodeGroup
     gate_up: DecodeGroup
     down: DecodeGroup
-    scale: float
-    eps: float
+    turn: str
 
 
 @dataclass(frozen=True)
 class DecodeWeights:
     """A decoder: layers, the embedding [V, H], the last norm [H], the head [V, H], all in the cache's dtype.
 
-    rotary: cos and sin, [1, B, D] each, from a tensor of that dtype and device, and positions [1, B].
+    embedding_scale: a number in that dtype that embeddings are multiplied by, or None. eps, zero_centered: of all norms
+    (see `add_norm`). scale, softcap: of attention's scores (see `decode_attention`). activation: see `gate`.
+    logit_softcap: c where logits z are c·tanh(z/c), or None.
+    angles: by name, cos and sin, [B, R] each, from a tensor of that dtype and device, and positions [B].
     refresh: brings what was trained into the layers' LoRA tensors, in place.
     """
 
     layers: tuple[DecodeLayer, ...]
     embedding: Tensor
+    embedding_scale: Tensor | None
     norm: Tensor
     eps: float
+    zero_centered: bool
+    scale: float
+    softcap: float | None
+    activation: str
     head: Tensor
-    rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    logit_softcap: float | None
+    angles: Callable[[Tensor, Tensor], Angles]
     refresh: Callable[[], None]
 
 
@@ -64,18 +78,26 @@ class FusedStep:
         self.weights.refresh()
 
     def __call__(self, token_ids: Tensor, positions: Tensor, length: int) -> Tensor:
-        weights = self.weights
+        weights, cache = self.weights, self.cache
         x = embedding(token_ids, weights.embedding)  # [B, H]
-        cos, sin = (turn[0] for turn in weights.rotary(x, positions[None]))
-        parts = None  # of the layer before: what its MLP adds to x
-        for layer, keys, values in zip(weights.layers, self.cache.keys, self.cache.values, strict=True):
-            x, h = add_norm(x, parts, layer.attention_norm, layer.eps, ordered=True)
+        if weights.embedding_scale is not None:
+            x = x * weights.embedding_scale
+        angles = weights.angles(x, positions)
+        norm = partial(add_norm, eps=weights.eps, zero_centered=weights.zero_centered)
+        parts, inner = None, None  # of the layer before: what its MLP adds to x, and the norm of that
+        for layer, kept, keys, values in zip(weights.layers, cache.shape.layers, cache.keys, cache.values, strict=True):
+            x, h = norm(x, parts, layer.attention_norm, ordered=True, inner=inner)
             q = finish_heads(
-                decode_linear(h, layer.qkv), cos, sin, layer.query_norm, layer.key_norm, layer.eps,
-                positions, keys, values,
+                decode_linear(h, layer.qkv), *angles[layer.turn], layer.query_norm, layer.key_norm, weights.eps,
+                positions, keys, values, weights.zero_centered,
             )  # fmt: skip
-            h = decode_attention(q, keys, values, positions, layer.scale, length)
-            x, h = add_norm(x, decode_linear(h, layer.out), layer.mlp_norm, layer.eps, ordered=True)
-            parts = decode_linear(gate(decode_linear(h, layer.gate_up)), layer.down)
-        _, h = add_norm(x, parts, weights.norm, weights.eps, ordered=False)
-        return linear(h, weights.head)
+            h = decode_attention(q, keys, values, positions, weights.scale, length, kept.window, weights.softcap)
+            x, h = norm(
+                x, decode_linear(h, layer.out), layer.mlp_norm, ordered=True, inner=layer.attention_result_norm
+            )  # fmt: skip
+            h = gate(decode_linear(h, layer.gate_up), weights.activation)
+            parts, inner = decode_linear(h, layer.down), layer.mlp_result_norm
+        _, h = norm(x, parts, weights.norm, ordered=False, inner=inner)
+        logits = linear(h, weights.head)
+        cap = weights.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap  # rounded as transformers' are

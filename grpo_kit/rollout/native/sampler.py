@@ -6,14 +6,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from grpo_kit.kernels.decode_sample import invert, logprob_of, sample
 from grpo_kit.rollout.engine import Sampling
 from grpo_kit.rollout.sampling import warpers
-
-BLOCK = 256  # about the root of a vocabulary: as many blocks as tokens in one
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,6 @@ def choose(
     logits [B, V]; uniform [B] float64 in [0, 1); temperature: a scalar tensor (1 for greedy); context [B, S]: the ids
     so far, needed for a repetition penalty.
     """
-    scaled = logits.float() / temperature
     chain = warpers(
         Sampling(
             max_tokens=1,
@@ -59,29 +55,9 @@ def choose(
             repetition_penalty=cuts.repetition_penalty,
         )
     )
-    cut: Tensor = chain(context, scaled) if chain else scaled  # type: ignore[arg-type]
+    if not chain:
+        return sample(logits, uniform, temperature, cuts.greedy)
+    scaled = logits.float() / temperature
+    cut: Tensor = chain(context, scaled)  # type: ignore[arg-type]
     tokens = cut.argmax(-1) if cuts.greedy else invert(cut.softmax(-1), uniform)
-    return tokens, scaled.gather(-1, tokens[:, None]).squeeze(-1) - scaled.logsumexp(-1)
-
-
-def invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The first token [B] whose cumulative weight exceeds `uniform` times the total; weights [B, V] float32.
-
-    In two levels, blocks and then within one, both summed in float64. Rounding can leave no such block or token where
-    `uniform` is close to 1: then it is the last one with a weight at all.
-    """
-    blocks = pad(weights, (0, -weights.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))  # [B, V / BLOCK, BLOCK]
-    sums = blocks.sum(-1, dtype=torch.float64)
-    ends = sums.cumsum(-1)
-    target = (uniform * ends[:, -1])[:, None]
-    block = _first_above(ends, target, sums)
-    row = torch.arange(len(weights), device=weights.device)
-    inside = blocks[row, block].double()  # [B, BLOCK]
-    begin = pad(ends, (1, 0))[row, block]  # what the blocks before it hold: not more than the target
-    return block * BLOCK + _first_above(inside.cumsum(-1) + begin[:, None], target, inside)
-
-
-def _first_above(cumulative: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-    places = torch.arange(weights.shape[-1], device=weights.device)
-    last = torch.where(weights > 0, places, 0).amax(-1)
-    return torch.minimum((cumulative <= target).sum(-1), last)
+    return tokens, logprob_of(scaled, tokens)

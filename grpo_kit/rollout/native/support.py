@@ -26,15 +26,6 @@ class NotSupported(ValueError):
     """The native engine can't run this module; the message says why."""
 
 
-def why_not(module: Any) -> str | None:
-    """Why the native engine can't sample with this module; None if it can."""
-    try:
-        examine(module)
-    except NotSupported as reason:
-        return str(reason)
-    return None
-
-
 @torch.no_grad()
 def examine(module: Any) -> CacheShape:
     """What the module keeps of a token. Runs it on a few tokens; raises NotSupported."""

@@ -8,7 +8,7 @@ from grpo_kit.rollout.vllm.engine import VllmEngine
 from grpo_kit.rollout.vllm.process import Vllm
 from grpo_kit.rollout.vllm.requirements import TESTED, why_not_vllm
 from grpo_kit.rollout.vllm.sizes import Sizes, choose_sizes, padded_rank
-from grpo_kit.rollout.vllm.start import Settings, start
+from grpo_kit.rollout.vllm.start import Settings, start_vllm, was_started
 from grpo_kit.rollout.vllm.weights import Packed, SharedWeights
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "VllmEngine",
     "choose_sizes",
     "padded_rank",
-    "start",
+    "start_vllm",
+    "was_started",
     "why_not_vllm",
 ]

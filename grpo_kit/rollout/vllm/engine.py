@@ -61,8 +61,8 @@ class VllmEngine:
         between_tokens: Callable[[], None] | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[list[Completion]]:
-        """See `Engine.generate`. The seeds are vLLM's, per completion; that the same call gives the same completions
-        holds as far as its kernels round the same way, which they do for the same batch."""
+        """See `Engine.generate`, of which one thing does not hold: vLLM's LoRA kernels sum in an order that varies, and
+        an answer drawn with the same seed may take another turn where two tokens are nearly as likely."""
         check_prompts(prompt_ids, n)
         longest = max(map(len, prompt_ids)) + sampling.max_tokens
         if longest > self.vllm.longest:

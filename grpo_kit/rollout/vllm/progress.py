@@ -1,8 +1,9 @@
-"""vLLM's start-up in a few lines, one a stage, instead of its log."""
+"""vLLM's start-up in a few lines, one a stage, instead of its log; and its log quiet afterwards."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,40 +20,34 @@ STAGES = (
 )
 
 
-@contextmanager
-def shown(say: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
-    """Within the block each stage that vLLM enters is said, with the seconds so far. Gives what says a stage that the
-    log does not know."""
+def clock(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Returns what says a stage with the seconds since now."""
     begun = time.monotonic()
 
     def tell(stage: str) -> None:
         say(f"vLLM, {time.monotonic() - begun:.0f} s: {stage}")
 
-    logger, stages = logging.getLogger(LOGGER), _Stages(tell)
-    tell("importing it")
-    logger.addHandler(stages)
-    try:
-        yield tell
-    finally:
-        logger.removeHandler(stages)
-    tell("ready")
+    return tell
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Within the block vLLM's own handlers show errors only, and afterwards all but NOISE. To be entered once vLLM is
-    imported: that makes them."""
-    logger = logging.getLogger(LOGGER)
+def followed(tell: Callable[[str], None]) -> Iterator[None]:
+    """Within the block each stage that vLLM's log enters is told once, and of the log only errors are shown; from then
+    on warnings too, but those of NOISE. To be entered once vLLM is imported: that sets its log up anew. Who chose a
+    level by VLLM_LOGGING_LEVEL keeps it."""
+    logger, stages = logging.getLogger(LOGGER), _Stages(tell)
+    own = list(logger.handlers) if "VLLM_LOGGING_LEVEL" not in os.environ else []
     for name in NOISE:
         logging.getLogger(name).setLevel(logging.ERROR)
-    levels = [(handler, handler.level) for handler in logger.handlers if not isinstance(handler, _Stages)]
-    for handler, level in levels:
-        handler.setLevel(max(level, logging.ERROR))
+    for handler in own:
+        handler.setLevel(logging.ERROR)
+    logger.addHandler(stages)
     try:
         yield
     finally:
-        for handler, level in levels:
-            handler.setLevel(level)
+        logger.removeHandler(stages)
+        for handler in own:
+            handler.setLevel(logging.WARNING)
 
 
 class _Stages(logging.Handler):

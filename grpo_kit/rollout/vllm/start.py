@@ -19,6 +19,7 @@ from grpo_kit.rollout.vllm.process import Vllm, Words
 from grpo_kit.rollout.vllm.sizes import Sizes
 
 SLOT = 1  # of the only adapter
+_started = False
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,25 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
     }
 
 
-def start(settings: Settings) -> Vllm:
-    """Takes a quarter of a minute to two, and says what it is at. The adapter is all zeros."""
-    with surroundings.kept(), progress.shown(partial(print, flush=True)):
-        import vllm  # noqa: F401 - makes the handlers that are to be quiet
+def was_started() -> bool:
+    """vLLM can be started once in a process: its allocator serves one engine, and some of vLLM's caches keep memory of
+    it for good."""
+    return _started
 
-        with progress.quiet():
-            return _start(settings)
+
+def start_vllm(settings: Settings) -> Vllm:
+    """Takes about a minute, and says what it is at. The adapter is all zeros. See `was_started`."""
+    global _started
+    _started = True
+    tell = progress.clock(partial(print, flush=True))
+    with surroundings.kept():
+        tell("importing it")
+        import vllm  # noqa: F401 - sets up the log that is to be followed
+
+        with progress.followed(tell):
+            started = _start(settings)
+        tell("ready")
+    return started
 
 
 def _start(settings: Settings) -> Vllm:
@@ -86,11 +99,6 @@ def _start(settings: Settings) -> Vllm:
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
 
-    if cumem.CuMemAllocator.get_instance().get_current_usage():
-        raise RuntimeError(
-            "an earlier vLLM in this process has not given back all its memory, and there can be only one: restart the "
-            "kernel, or load with engine='native'"
-        )
     stream = torch.cuda.Stream()
     config = EngineArgs(**engine_arguments(settings)).create_engine_config()
     adapter = LoRARequest(lora_name="grpo-kit", lora_int_id=SLOT, lora_path="written in place")

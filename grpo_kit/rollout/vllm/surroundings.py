@@ -1,5 +1,5 @@
 """What vLLM changes around it while it starts, kept or put back: random state, precision of products, standard output,
-and the few environment variables that it can be told things by in no other way."""
+and the few environment variables that it can be told things by in no other way. Those that it sets itself stay."""
 
 from __future__ import annotations
 

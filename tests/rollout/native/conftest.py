@@ -19,13 +19,18 @@ from tests.tiny import ARCHITECTURES, SHAPE
 
 SMOLLM3 = ("SmolLM3Config", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 16})
 VOCABULARY = 259
-# For the fused step: inner dimensions are multiples of 64, the outputs of k and v are not.
+# For the fused step: inner dimensions are multiples of 64, the outputs of k and v are not. Caps are low enough to be
+# felt, and windows shorter than some rows.
 WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 16}
 FUSED: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
-    "mistral": {"sliding_window": None},
+    "mistral": {},
     "qwen2": {},
     "qwen3": {},
+    "smollm3": {},
+    "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    "gemma3": {"layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 5.0},
+    "phi3": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}, "sliding_window": 16},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from typing import Any
@@ -65,6 +66,21 @@ def test_logits_and_cache_are_those_of_the_modules(architecture: str, four_bit: 
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("with_adapter", [True, False])
+@pytest.mark.parametrize("four_bit", [False, True])
+@pytest.mark.parametrize("architecture", FUSED)
+def test_logits_are_those_of_a_plain_forward_pass(architecture: str, four_bit: bool, with_adapter: bool) -> None:
+    module = wide(architecture, four_bit)
+    with nullcontext() if with_adapter else module.disable_adapter():
+        steps = [ROWS, [[*row, row[-1] + 1] for row in ROWS]]
+        expected = [
+            torch.stack([module(input_ids=torch.tensor([row]), use_cache=False).logits[0, -1] for row in rows])
+            for rows in steps
+        ]
+        assert_close(two_steps(made(module, filled(module)), 128), torch.stack(expected), 1e-5)
+
+
 def assert_as_exact_as_the_modules(architecture: str, four_bit: bool, dtype: torch.dtype, device: str) -> None:
     """Both round to 16 bits at places of their own; what is exact is the same model in float64.
 
@@ -78,7 +94,7 @@ def assert_as_exact_as_the_modules(architecture: str, four_bit: bool, dtype: tor
     assert fused.dtype == plain.dtype == dtype
     rounding = (plain.double() - exact).norm()
     assert rounding <= 10 * torch.finfo(dtype).eps * exact.norm()
-    assert (fused.double() - exact).norm() <= 1.5 * rounding
+    assert (fused.double() - exact).norm() <= 2 * rounding
 
 
 def in_float64(source: PeftModel, target: PeftModel) -> PeftModel:
@@ -100,8 +116,9 @@ def state_in_float32(state: Any) -> Any:
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("four_bit", [False, True])
-def test_16_bits_are_as_exact_as_the_modules(four_bit: bool, dtype: torch.dtype) -> None:
-    assert_as_exact_as_the_modules("qwen3", four_bit, dtype, "cpu")
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "gemma3", "phi3"])
+def test_16_bits_are_as_exact_as_the_modules(architecture: str, four_bit: bool, dtype: torch.dtype) -> None:
+    assert_as_exact_as_the_modules(architecture, four_bit, dtype, "cpu")
 
 
 @torch.no_grad()
@@ -142,8 +159,11 @@ def test_what_was_trained_is_seen_after_a_refresh_in_the_same_tensors() -> None:
     assert_close(two_steps(step, 128), two_steps(ModuleStep(module, again), 128))
 
 
+ENDS = tuple(range(0, 250, 25))
+
+
 def engines(module: PeftModel) -> tuple[NativeEngine, TransformersEngine]:
-    options: Any = {"eos_ids": tuple(range(0, 250, 25)), "decode": str}
+    options: Any = {"eos_ids": ENDS, "decode": str}
     return NativeEngine(module, fused=partial(fused_step, module), **options), TransformersEngine(module, **options)
 
 
@@ -159,6 +179,23 @@ def test_the_engine_draws_what_the_plain_one_draws(architecture: str, four_bit: 
     assert drawn(native, greedy) == drawn(plain, greedy)
     assert isinstance(native._idle[0].step, FusedStep)
     assert drawn(native, sampled, 3) == drawn(plain, sampled, 3)
+
+
+@pytest.mark.parametrize("architecture", FUSED)
+def test_greedy_answers_are_those_of_transformers_own_loop(architecture: str) -> None:
+    module = wide(architecture)
+    native, _ = engines(module)
+    found = drawn(native, Sampling(max_tokens=40, temperature=0.0))
+    for row, tokens in zip(ROWS, found, strict=True):
+        ids = torch.tensor([row])
+        whole = module.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=40,
+            eos_token_id=list(ENDS),
+        )
+        assert whole[0, len(row) :].tolist() == tokens
 
 
 def test_the_engine_samples_with_the_adapter_of_the_moment() -> None:

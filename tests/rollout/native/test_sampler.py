@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_kit.rollout import Sampling
-from grpo_kit.rollout.native.sampler import Cuts, choose, invert
+from grpo_kit.rollout.native.sampler import Cuts, choose
 from grpo_kit.rollout.sampling import next_tokens, warpers
 
 OPTIONS: list[dict[str, Any]] = [
@@ -48,25 +48,3 @@ def test_16_bit_logits_are_sampled_in_32() -> None:
     expected, _ = next_tokens(logits, sampling, warpers(sampling), torch.zeros(500, 1), numbers(500))
     tokens, logprobs = choose(logits, numbers(500), torch.tensor(1.0), Cuts.of(sampling), None)
     assert torch.equal(tokens, expected) and logprobs.dtype == torch.float32
-
-
-@pytest.mark.parametrize("place", [0, 255, 256, 600, 999])
-@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
-def test_the_only_possible_token_is_drawn_whatever_the_number(place: int, uniform: float) -> None:
-    weights = torch.zeros(1, 1000)
-    weights[0, place] = 0.3
-    assert invert(weights, torch.tensor([uniform], dtype=torch.float64)).tolist() == [place]
-
-
-@pytest.mark.parametrize(("uniform", "token"), [(0.0, 300), (0.24999, 300), (0.25, 310), (0.5, 700), (1 - 2**-53, 701)])
-def test_the_borders_between_tokens_and_blocks(uniform: float, token: int) -> None:
-    weights = torch.zeros(1, 1000)
-    weights[0, [300, 310, 700, 701]] = 0.25
-    assert invert(weights, torch.tensor([uniform], dtype=torch.float64)).item() == token
-
-
-def test_tokens_without_weight_are_never_drawn() -> None:
-    generator = torch.Generator().manual_seed(5)
-    weights = torch.rand(4000, 1003, generator=generator) * (torch.rand(4000, 1003, generator=generator) < 0.01)
-    drawn = invert(weights, numbers(4000))
-    assert (weights.gather(-1, drawn[:, None]) > 0).all()
