@@ -15,7 +15,8 @@ from grpo_kit.model.lora import add_lora
 from grpo_kit.model.model import LoadOptions, Model
 from grpo_kit.model.precision import Precision, choose_precision
 from grpo_kit.model.sources import find_source
-from grpo_kit.rollout import check_engine, choose_engine, examine, make_engine
+from grpo_kit.model.with_vllm import check_for_vllm, load_with_vllm
+from grpo_kit.rollout import Vllm, VllmEngine, check_engine, choose_engine, examine, make_engine, why_not_vllm
 
 _loaded: Model | None = None
 
@@ -42,7 +43,9 @@ def load_model(
     max_seq_length: the most tokens of prompt and completion together.
     lora_rank, lora_alpha: the adapter's rank, and its scale alpha / rank (alpha = rank unless given).
     dtype:          "float16", "bfloat16" or "float32" for everything that is not 4-bit; None chooses by the hardware.
-    fast_inference: sample with the fastest engine there is; `engine` names one instead.
+    fast_inference: sample with the fastest engine there is; `engine` names one instead. "vllm" samples with vLLM in
+                    this process: the trainer's weights are views of vLLM's. It takes about a minute to
+                    start, can be started once in a process, and has to be installed (`pip install 'grpo-kit[vllm]'`).
     seed:           of the adapter's start. trust_remote_code: run code that the checkpoint brings; off unless asked.
     double_quant:   the scales of the 4-bit blocks in 8 bits too: 4.13 bits a weight instead of 4.5 (QLoRA, section 3).
 
@@ -73,6 +76,8 @@ def load_model(
     config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code)
     _check_length(options, config)
     _check_double_quant(options, config)
+    if options.engine == VllmEngine.name:
+        check_for_vllm(options, source, config, choose_precision(options.dtype))
     if _loaded is not None:
         _loaded.unload()
         _loaded = None
@@ -83,6 +88,9 @@ def load_model(
 def _check(options: LoadOptions) -> None:
     choose_precision(options.dtype)
     check_engine(options.engine)
+    obstacle = why_not_vllm() if options.engine == VllmEngine.name else None
+    if obstacle:
+        raise ValueError(f"engine='vllm' can't be started: {obstacle}; engine='native' needs no vLLM")
     for name in ("max_seq_length", "lora_rank", "lora_alpha"):
         value = getattr(options, name)
         if not isinstance(value, int) or value < 1:
@@ -114,7 +122,7 @@ def _build(options: LoadOptions, path: str, found: str, config: Any) -> Model:
         ("weights", path, found),
         ("precision", f"{precision.dtype} on {precision.device}".replace("torch.", ""), precision.reason),
     ]
-    module = _weights(options, path, config, precision, notes)
+    module, vllm = _weights(options, path, config, precision, notes)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=options.trust_remote_code)
     chat = Chat(tokenizer, _named_eos_ids(module))
     notes += [("prompts", "as the tokenizer has it", note) for note in chat.notes]
@@ -150,11 +158,25 @@ def _build(options: LoadOptions, path: str, found: str, config: Any) -> Model:
         decode=chat.decode,
         fused=fused,
         shape=examined() if name == "native" else None,
+        vllm=vllm,
     )
-    return Model(adapted, chat, engine, precision, options, notes)
+    return Model(adapted, chat, engine, precision, options, notes, vllm)
 
 
 def _weights(
+    options: LoadOptions, path: str, config: Any, precision: Precision, notes: list[tuple[str, str, str]]
+) -> tuple[PreTrainedModel, Vllm | None]:
+    """And vLLM, where the weights are its own."""
+    if options.engine == VllmEngine.name:
+        module, vllm = load_with_vllm(options, path, _without_dropout(config, notes), precision, notes)
+    else:
+        module, vllm = _weights_alone(options, path, config, precision, notes), None
+    _compute_in(module, precision.dtype)
+    _check_head(module, options)
+    return module, vllm
+
+
+def _weights_alone(
     options: LoadOptions, path: str, config: Any, precision: Precision, notes: list[tuple[str, str, str]]
 ) -> PreTrainedModel:
     settings: dict[str, Any] = {"dtype": precision.dtype, "trust_remote_code": options.trust_remote_code}
@@ -176,13 +198,11 @@ def _weights(
         )
         settings["device_map"] = {"": precision.device}
         notes.append(("quantization", "NF4, blocks of 64", "load_in_4bit"))
-    module = AutoModelForCausalLM.from_pretrained(path, **settings)
+    module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, **settings)
     if not settings.get("device_map"):
         torch.nn.Module.to(module, precision.device)
     if options.double_quant:
         notes.append(("double quantization", f"{_scales_saved(module) / 1e6:.1f} MB saved", "double_quant"))
-    _compute_in(module, precision.dtype)
-    _check_head(module, options)
     return module
 
 

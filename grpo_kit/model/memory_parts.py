@@ -195,8 +195,11 @@ def dequantized(shape: Shape, options: PlanOptions) -> int:
 def held_by_sampler(shape: Shape, options: PlanOptions, free: int) -> Parts:
     """What the native engine has from its first answers on: a slot's cache for each sequence, or for as many as find
     room in its share of the `free` bytes; the adapter in the compute format; what its captured token step writes, most
-    of it the distributions that tokens are drawn from. Counted from its code."""
+    of it the distributions that tokens are drawn from. Counted from its code. vLLM takes as much for a sequence, and
+    for as many of full length as there can be: it is told before it knows how many will be asked for."""
     columns, wanted = columns_for(options.sequence), bucket_for(options.sequences)
+    if options.engine == "vllm":
+        columns, wanted = options.max_seq_length, BUCKETS[-1]
     possible = [n for n in BUCKETS if n <= wanted and kv_cache(shape, options, n, columns) <= SHARE_OF_FREE * free]
     slots = max(possible, default=1)
     token = slots * shape.vocab * (options.width + 4 * 4)

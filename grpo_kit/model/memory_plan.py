@@ -248,7 +248,8 @@ def _notes(shape: Shape, asked: PlanOptions, options: PlanOptions) -> list[tuple
     if shape.in_16_bits is not None:
         notes.append(("quantization", "as in the checkpoint", "it is quantized already"))
     if options.engine != "transformers":
-        notes.append(("sampler", "native", "what it holds stays during the update, or goes if that needs the room"))
+        sampler = "native" if options.engine == "auto" else options.engine
+        notes.append(("sampler", sampler, "what it holds stays during the update, or goes if that needs the room"))
     if not shape.fused:
         reason = "this family trains through transformers' own layers, counted from their code"
         notes.append(("update", "rough", reason))

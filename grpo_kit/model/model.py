@@ -28,7 +28,7 @@ from grpo_kit.model.precision import Precision
 from grpo_kit.model.stream import stream_text
 from grpo_kit.model.trunk import Trunk
 from grpo_kit.model.value_head import ValueHead
-from grpo_kit.rollout import Completion, Engine, OnTokens, Sampling, make_engine
+from grpo_kit.rollout import Completion, Engine, OnTokens, Sampling, Vllm, make_engine
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,9 @@ class Model:
         precision: Precision,
         options: LoadOptions,
         notes: list[tuple[str, str, str]],
+        vllm: Vllm | None = None,  # that the weights belong to
     ):
+        self._vllm = vllm
         self._module: PeftModel | None = module
         self.chat, self.engine, self.precision, self.options, self.notes = chat, engine, precision, options, notes
         self.trunk = Trunk(module, precision, options.max_seq_length)
@@ -208,6 +210,9 @@ class Model:
             self._module = None
             self.__dict__.pop("engine", None)
             self.__dict__.pop("trunk", None)
+            vllm, self._vllm = self._vllm, None
+        if vllm is not None:
+            vllm.close()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -232,7 +237,9 @@ class Model:
             return
         notes = [("engine now", name, reason)]
         fused = step_for(name, self.module, self.precision, notes)
-        engine = make_engine(name, self.module, eos_ids=self.chat.eos_ids, decode=self.chat.decode, fused=fused)
+        engine = make_engine(
+            name, self.module, eos_ids=self.chat.eos_ids, decode=self.chat.decode, fused=fused, vllm=self._vllm
+        )
         self.engine.release()
         self.engine = engine
         self.notes += notes

@@ -5,6 +5,7 @@ from grpo_kit.rollout.choose import check_engine, choose_engine, make_engine
 from grpo_kit.rollout.engine import Completion, Engine, OnTokens, Sampling, stream_seed
 from grpo_kit.rollout.native import NativeEngine, NotSupported, examine
 from grpo_kit.rollout.transformers_engine import TransformersEngine
+from grpo_kit.rollout.vllm import Vllm, VllmEngine, why_not_vllm
 
 __all__ = [
     "Completion",
@@ -14,9 +15,12 @@ __all__ = [
     "OnTokens",
     "Sampling",
     "TransformersEngine",
+    "Vllm",
+    "VllmEngine",
     "check_engine",
     "choose_engine",
     "examine",
     "make_engine",
     "stream_seed",
+    "why_not_vllm",
 ]

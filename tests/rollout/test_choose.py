@@ -38,16 +38,22 @@ def test_what_is_asked_for_is_what_samples() -> None:
     assert choose_engine("native", False, on_gpu=False, examine_native=nothing) == ("native", "asked for")
 
 
+def test_vllm_samples_only_where_it_is_asked_for_and_holds_the_weights() -> None:
+    assert choose_engine("vllm", False, on_gpu=True, examine_native=unasked) == ("vllm", "asked for")
+    with pytest.raises(ValueError, match="not vLLM's: load it with engine='vllm'"):
+        make_engine("vllm", None, eos_ids=(), decode=str)  # type: ignore[arg-type]
+
+
 def test_an_engine_that_cannot_run_the_model_is_an_error_where_it_was_asked_for() -> None:
     with pytest.raises(ValueError, match="'native' can't sample with this model: its layers are recurrent"):
         choose_engine("native", False, on_gpu=True, examine_native=recurrent)
 
 
 def test_an_engine_there_is_not_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"unknown engine 'vlm'; there are auto, native, transformers"):
+    with pytest.raises(ValueError, match=r"unknown engine 'vlm'; there are auto, native, transformers, vllm"):
         check_engine("vlm")
 
 
 def test_an_engine_there_is_not_cannot_be_made() -> None:
-    with pytest.raises(ValueError, match="no engine 'vlm' to be made; there are native, transformers"):
+    with pytest.raises(ValueError, match="no engine 'vlm' to be made; there are native, transformers, vllm"):
         make_engine("vlm", None, eos_ids=(), decode=str)  # type: ignore[arg-type]
