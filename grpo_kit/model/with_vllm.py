@@ -1,7 +1,6 @@
 """Loading for the vLLM engine: vLLM reads the checkpoint, then the trainer's model is built on its weights.
 
-Everything that can't work is said before vLLM is
-started, which takes a while.
+Everything that can't work is said before vLLM is started, which takes a while.
 """
 
 from __future__ import annotations
