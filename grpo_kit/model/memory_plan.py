@@ -248,7 +248,10 @@ def _notes(shape: Shape, asked: PlanOptions, options: PlanOptions) -> list[tuple
     if shape.in_16_bits is not None:
         notes.append(("quantization", "as in the checkpoint", "it is quantized already"))
     if options.engine != "transformers":
-        notes.append(("sampler", "native", "what it holds stays during the update, or goes if that needs the room"))
+        cache = "" if options.kv_cache_dtype is None else f", its KV cache in {options.kv_cache_dtype}"
+        notes.append(
+            ("sampler", f"native{cache}", "what it holds stays during the update, or goes if that needs the room")
+        )
     if not shape.fused:
         reason = "this family trains through transformers' own layers, counted from their code"
         notes.append(("update", "rough", reason))

@@ -1,7 +1,7 @@
 """Engines that sample completions: one contract, several engines. They are handed torch modules and know no
 `model/`."""
 
-from grpo_kit.rollout.choose import check_engine, choose_engine, make_engine
+from grpo_kit.rollout.choose import check_engine, check_kv_cache, choose_engine, make_engine
 from grpo_kit.rollout.engine import Completion, Engine, OnTokens, Sampling, stream_seed
 from grpo_kit.rollout.native import NativeEngine, NotSupported, examine
 from grpo_kit.rollout.transformers_engine import TransformersEngine
@@ -15,6 +15,7 @@ __all__ = [
     "Sampling",
     "TransformersEngine",
     "check_engine",
+    "check_kv_cache",
     "choose_engine",
     "examine",
     "make_engine",
