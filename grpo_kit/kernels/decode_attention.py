@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from grpo_kit.kernels.decode_parts import BLOCK, nibble_order
+from grpo_kit.kernels.int8_tokens import Int8Tokens, Tokens
 from grpo_kit.kernels.triton_ready import use_triton
 
 LARGEST_GROUP = 16  # heads of queries on one head of keys: the rows of one product on the tensor cores
 
 
 def decode_attention(
-    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, length: int,
+    q: Tensor, keys: Tokens, values: Tokens, positions: Tensor, scale: float, length: int,
     window: int | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Return [B, heads·D] in nibble order: row b's attention over the columns 0..positions[b] of its slot of the cache.
@@ -30,6 +31,8 @@ def decode_attention(
     softmax(scale·q·kᵀ)·v is computed in float32 and rounded to q's dtype. Nothing depends on numbers in the tensors
     but the result, so a CUDA graph may hold the call.
 
+    keys and values may be `Int8Tokens`, contiguous, read as they are stored: q has to be turned as the keys are.
+
     Raises ValueError if the shapes, dtypes or strides don't fit, if more than 16 heads share one of keys, if heads·D
     is not a multiple of 64, or unless window and softcap are above 0. Positions are not checked: that would wait for
     the device.
@@ -39,7 +42,7 @@ def decode_attention(
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, length: int,
+    q: Tensor, keys: Tokens, values: Tokens, positions: Tensor, scale: float, length: int,
     window: int | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """The twin."""
@@ -51,23 +54,27 @@ def attend(
     if window is not None:
         seen &= column > last - window
     seen = seen[:, None, None]  # [B, 1, 1, length]
-    keys, values = (x[:rows, :, :length].to(dtype) for x in (keys, values))
+    k, v = (_read(x[:rows, :, :length], dtype) for x in (keys, values))
     grouped = q.to(dtype).unflatten(1, (kv_heads, heads // kv_heads))  # [B, kv_heads, group, D]
-    scores = grouped @ keys.transpose(-1, -2) * scale
+    scores = grouped @ k.transpose(-1, -2) * scale
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     # A weight of 0 would not silence what a column never written to may hold: 0·NaN is NaN.
-    values = values.masked_fill(~seen.transpose(-1, -2), 0)
+    v = v.masked_fill(~seen.transpose(-1, -2), 0)
     weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
-    return nibble_order((weights @ values).to(q.dtype).flatten(1))
+    return nibble_order((weights @ v).to(q.dtype).flatten(1))
+
+
+def _read(x: Tokens, dtype: torch.dtype) -> Tensor:
+    return x.stored(dtype) if isinstance(x, Int8Tokens) else x.to(dtype)
 
 
 def _check(
-    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, length: int, window: int | None, softcap: float | None
+    q: Tensor, keys: Tokens, values: Tokens, positions: Tensor, length: int, window: int | None, softcap: float | None
 ) -> None:
     fits = (
         q.dim() == 3
-        and keys.dim() == 4
+        and len(keys.shape) == 4
         and keys.shape == values.shape
         and positions.shape == q.shape[:1]
         and keys.shape[0] >= q.shape[0]
@@ -81,11 +88,14 @@ def _check(
             f"multiple of kv_heads, positions [B] and a length of 1..L; got {tuple(q.shape)}, {tuple(keys.shape)}, "
             f"{tuple(values.shape)}, {tuple(positions.shape)} and {length}"
         )
-    if not q.dtype == keys.dtype == values.dtype:
+    if isinstance(keys, Int8Tokens) or isinstance(values, Int8Tokens):
+        if not (type(keys) is type(values) and keys.is_contiguous() and values.is_contiguous()):
+            raise ValueError("decode_attention needs both keys and values in 8 bits, and contiguous, or neither")
+    elif not q.dtype == keys.dtype == values.dtype:
         raise ValueError(
             f"decode_attention needs q, keys and values of one dtype; got {q.dtype}, {keys.dtype} and {values.dtype}"
         )
-    if keys.stride(3) != 1 or values.stride(3) != 1:
+    elif keys.stride(3) != 1 or values.stride(3) != 1:
         raise ValueError("decode_attention needs caches whose last dimension is contiguous: allocate them so")
     if q.shape[1] > LARGEST_GROUP * keys.shape[1]:
         raise ValueError(

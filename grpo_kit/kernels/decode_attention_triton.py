@@ -17,6 +17,7 @@ from torch import Tensor
 from grpo_kit.kernels.chain import chain, start_next, wait_for_last
 from grpo_kit.kernels.decode_parts import span
 from grpo_kit.kernels.decode_parts_triton import nibble_place
+from grpo_kit.kernels.int8_tokens import Tokens, numbers_and_scales
 from grpo_kit.kernels.triton_ready import unit_stride
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -32,7 +33,7 @@ MULTIPROCESSORS, CAPABILITY = 132, (9, 0)
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, length: int,
+    q: Tensor, keys: Tokens, values: Tokens, positions: Tensor, scale: float, length: int,
     window: int | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """[B, heads·D], as `decode_attention` has it."""
@@ -45,25 +46,26 @@ def attend(
 
 
 def attend_in_parts(
-    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, parts: int, group: int,
+    q: Tensor, keys: Tokens, values: Tokens, positions: Tensor, scale: float, parts: int, group: int,
     window: int | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """The same with what each row sees cut into `parts`, and a head of keys' queries padded to `group`, a power of
     two."""
     q, positions = unit_stride(q), unit_stride(positions)
+    (k, key_scales), (v, value_scales) = numbers_and_scales(keys), numbers_and_scales(values)
     rows, heads, width = q.shape
-    kv_heads, padded = keys.shape[1], triton.next_power_of_2(width)
+    kv_heads, padded = k.shape[1], triton.next_power_of_2(width)
     result = torch.empty(rows, heads * width, dtype=q.dtype, device=q.device)
     sums, log_totals = result, None  # of a single part: the kernel writes the result itself
     if parts > 1:
         sums = torch.empty(rows, heads, parts, width, dtype=torch.float32, device=q.device)
         log_totals = torch.empty(rows, heads, parts, dtype=torch.float32, device=q.device)
     _attend[(rows, kv_heads, parts)](
-        q, keys, values, positions, sums, log_totals, scale * LOG2_E.value,
-        *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
+        q, k, v, key_scales, value_scales, positions, sums, log_totals, scale * LOG2_E.value,
+        *q.stride()[:2], *k.stride()[:3], *v.stride()[:3],
         WINDOW=window, CAP=None if softcap is None else softcap * LOG2_E.value,
         HEADS=heads // kv_heads, GROUP=group, WIDTH=width, PADDED=padded, SPAN=span(heads * width), SPLIT=parts > 1,
-        TILE=min(64, max(16, TILE_BYTES // (padded * q.element_size()))), num_warps=4, num_stages=STAGES,
+        TILE=min(64, max(16, TILE_BYTES // (padded * k.element_size()))), num_warps=4, num_stages=STAGES,
         **chain(q.device),
     )  # fmt: skip
     if parts > 1:
@@ -96,13 +98,14 @@ def _hardware(device: torch.device) -> tuple[int, tuple[int, int]]:
 
 @triton.jit
 def _attend(
-    q, keys, values, positions, sums, log_totals, scale,
+    q, keys, values, key_scales, value_scales, positions, sums, log_totals, scale,
     q_row, q_head, key_row, key_head, key_column, value_row, value_head, value_column,
     WINDOW: tl.constexpr, CAP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
     PADDED: tl.constexpr, SPAN: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """HEADS: of queries on one head of keys; GROUP: the same, padded. scale, CAP: times log₂e. Not SPLIT: `sums` is the
-    result, log_totals None."""
+    """HEADS: of queries on one head of keys; GROUP: the same, padded. scale, CAP: times log₂e. key_scales,
+    value_scales: None, or keys and values are in 8 bits and contiguous. Not SPLIT: `sums` is the result, log_totals
+    None."""
     wait_for_last(CHAINED)
     row = tl.program_id(0).to(tl.int64)  # int64: row·stride passes 2³¹
     kv_head = tl.program_id(1).to(tl.int64)
@@ -126,19 +129,32 @@ def _attend(
     weighted = tl.zeros([GROUP, PADDED], tl.float32)
     key = keys + row * key_row + kv_head * key_head
     value = values + row * value_row + kv_head * value_head
+    column = tl.arange(0, TILE)
+    if key_scales is not None:
+        key_scale = key_scales + (row * key_row + kv_head * key_head) // WIDTH + column
+        value_scale = value_scales + (row * value_row + kv_head * value_head) // WIDTH + column
     for start in range(first, end, TILE):
-        scores = tl.dot(query, _cached(key, start, end, key_column, WIDTH, PADDED, TILE).T, input_precision="ieee")
-        seen = start + tl.arange(0, TILE) < end
-        scores *= scale
+        seen = start + column < end
+        some = _cached(key, start, end, key_column, WIDTH, PADDED, TILE).to(query.dtype)
+        scores = tl.dot(query, some.T, input_precision="ieee") * scale
+        if key_scales is not None:
+            scores *= tl.load(key_scale + start, mask=seen, other=0.0)[None, :]
         if CAP is not None:
             scores = _capped(scores, CAP)
         scores = tl.where(seen[None, :], scores, -float("inf"))  # [GROUP, TILE]
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        if value_scales is None:
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+        else:
+            # Of the weights times the scales: these products, the largest of which is then 1, are what is rounded.
+            times = tl.load(value_scale + start, mask=seen, other=1.0)[None, :]
+            new_peak = tl.maximum(peak, tl.max(scores + tl.log2(times), 1))
         shrink = tl.exp2(peak - new_peak)
         weight = tl.exp2(scores - new_peak[:, None])
         totals = totals * shrink[:, None] + weight
-        some = _cached(value, start, end, value_column, WIDTH, PADDED, TILE)
-        weighted = tl.dot(weight.to(some.dtype), some, weighted * shrink[:, None], input_precision="ieee")
+        if value_scales is not None:
+            weight *= times
+        some = _cached(value, start, end, value_column, WIDTH, PADDED, TILE).to(query.dtype)
+        weighted = tl.dot(weight.to(query.dtype), some, weighted * shrink[:, None], input_precision="ieee")
         peak = new_peak
 
     start_next(CHAINED)
@@ -166,7 +182,7 @@ def _cached(x, start, end, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, TI
     column = tl.arange(0, TILE)[:, None]
     d = tl.arange(0, PADDED)[None, :]
     place = x + tl.cast(start, tl.int64) * stride + column * stride + d
-    return tl.load(place, mask=(column < end - start) & (d < WIDTH), other=0.0)
+    return tl.load(place, mask=(column < end - start) & (d < WIDTH), other=0)
 
 
 # The number of parts changes with length and rows; the kernel differs only by its power of two.

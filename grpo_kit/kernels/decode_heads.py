@@ -10,13 +10,14 @@ from torch import Tensor
 
 from grpo_kit.kernels.decode_norm import plain_norm
 from grpo_kit.kernels.decode_parts import Parts
+from grpo_kit.kernels.int8_tokens import Int8Tokens, Tokens
 from grpo_kit.kernels.rotary import rotate
 from grpo_kit.kernels.triton_ready import use_triton
 
 
 def finish_heads(
     parts: Parts, cos: Tensor, sin: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, eps: float,
-    positions: Tensor, keys: Tensor, values: Tensor, zero_centered: bool = False,
+    positions: Tensor, keys: Tokens, values: Tokens, zero_centered: bool = False,
 ) -> Tensor:  # fmt: skip
     """The queries, turned, [B, heads, D]; k, turned, and v are written to the cache.
 
@@ -26,6 +27,9 @@ def finish_heads(
     keys, values [slots, kv_heads, L, D] in the compute format, slots ≥ B: row b writes to slot b, at column
     positions[b] (int64 [B], below L, which a GPU does not check). zero_centered: see `add_norm`, which rounds as the
     norms here; turning rounds as `rotary` does.
+
+    keys and values may be `Int8Tokens` of such numbers, contiguous: they are quantized as they are written, and the
+    queries come back multiplied by the keys' Hadamard matrix.
 
     Raises ValueError if the shapes or number formats don't fit together.
     """
@@ -39,7 +43,7 @@ def finish_heads(
 
 def plain_finish_heads(
     parts: Parts, cos: Tensor, sin: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, eps: float,
-    positions: Tensor, keys: Tensor, values: Tensor, zero_centered: bool,
+    positions: Tensor, keys: Tokens, values: Tokens, zero_centered: bool,
 ) -> Tensor:  # fmt: skip
     """The twin."""
     heads = parts.finished().unflatten(1, (-1, keys.shape[3]))
@@ -48,9 +52,9 @@ def plain_finish_heads(
     turned = cos.shape[1]
     turned_q, turned_k = rotate(q[..., :turned], k[..., :turned], cos, sin, inverse=False)
     q, k = torch.cat([turned_q, q[..., turned:]], -1), torch.cat([turned_k, k[..., turned:]], -1)
-    row = torch.arange(parts.rows, device=keys.device)
+    row = torch.arange(parts.rows, device=positions.device)
     keys[row, :, positions], values[row, :, positions] = k, v
-    return q
+    return keys.turned(q) if isinstance(keys, Int8Tokens) else q
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
@@ -60,7 +64,7 @@ def _normed(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -
 
 def _check(
     parts: Parts, cos: Tensor, sin: Tensor, query_norm: Tensor | None, key_norm: Tensor | None,
-    positions: Tensor, keys: Tensor, values: Tensor,
+    positions: Tensor, keys: Tokens, values: Tokens,
 ) -> None:  # fmt: skip
     slots, kv_heads, _, width = keys.shape
     cached = kv_heads * width  # outputs of k, and of v
@@ -70,7 +74,7 @@ def _check(
         and parts.outputs > 2 * cached
         and parts.rows <= slots
         and values.shape == keys.shape
-        and keys.dtype == values.dtype == parts.dtype
+        and _held_in(keys) == _held_in(values) in (parts.dtype, torch.int8)
         and cos.shape == sin.shape == (parts.rows, cos.shape[-1])
         and cos.shape[-1] in range(0, width + 1, 2)
         and all(norm is None or norm.shape == (width,) for norm in (query_norm, key_norm))
@@ -81,10 +85,14 @@ def _check(
             "finish_heads needs the parts of q, k and v, cos and sin [B, R] with R even and at most D, norms [D] or "
             "None, positions [B], keys and values [slots, kv_heads, L, D] with slots ≥ B; got "
             f"{parts.sizes} outputs of {parts.rows} rows in {parts.dtype}, "
-            f"{_shapes(cos, sin, query_norm, key_norm, positions, keys, values)}, caches in {keys.dtype} and "
-            f"{values.dtype}"
+            f"{_shapes(cos, sin, query_norm, key_norm, positions, keys, values)}, caches in {_held_in(keys)} and "
+            f"{_held_in(values)}"
         )
 
 
-def _shapes(*tensors: Tensor | None) -> str:
+def _held_in(x: Tokens) -> torch.dtype:
+    return torch.int8 if isinstance(x, Int8Tokens) else x.dtype
+
+
+def _shapes(*tensors: Tokens | None) -> str:
     return ", ".join("None" if each is None else str(tuple(each.shape)) for each in tensors)

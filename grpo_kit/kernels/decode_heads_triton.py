@@ -11,29 +11,38 @@ from grpo_kit.kernels.chain import start_next
 from grpo_kit.kernels.decode_norm_triton import gained
 from grpo_kit.kernels.decode_parts import Parts
 from grpo_kit.kernels.decode_parts_triton import ROWS, constants, finish, tensors
+from grpo_kit.kernels.int8_tokens import LARGEST, SMALLEST_SCALE, Int8Tokens, Tokens, numbers_and_scales, root
 from grpo_kit.kernels.triton_ready import unit_stride
+
+LIMIT, TINY = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_SCALE)
+TO_WHOLE = tl.constexpr(1.5 * 2**23)  # float32 numbers near it are whole
 
 
 def finish_heads(
     parts: Parts, cos: Tensor, sin: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, eps: float,
-    positions: Tensor, keys: Tensor, values: Tensor, zero_centered: bool,
+    positions: Tensor, keys: Tokens, values: Tokens, zero_centered: bool,
 ) -> Tensor:  # fmt: skip
     """The queries [B, heads, D]; writes to keys and values, whose last dimension has to be contiguous."""
-    kv_heads, width = keys.shape[1], keys.shape[3]
-    if keys.stride(3) != 1 or values.stride() != keys.stride():
+    (k, key_scales), (v, value_scales) = numbers_and_scales(keys), numbers_and_scales(values)
+    hadamard = keys.hadamard if isinstance(keys, Int8Tokens) else None
+    kv_heads, width = k.shape[1], k.shape[3]
+    if k.stride(3) != 1 or v.stride() != k.stride():
         raise ValueError(
-            f"finish_heads needs keys and values with equal strides, the last one 1; got {keys.stride()} and "
-            f"{values.stride()}"
+            f"finish_heads needs keys and values with equal strides, the last one 1; got {k.stride()} and {v.stride()}"
         )
+    if isinstance(keys, Int8Tokens) and not (keys.is_contiguous() and values.is_contiguous()):
+        raise ValueError("finish_heads needs keys and values in 8 bits to be contiguous")
     heads = parts.outputs // width - 2 * kv_heads
-    q = torch.empty((parts.rows, heads, width), dtype=parts.dtype, device=keys.device)
+    q = torch.empty((parts.rows, heads, width), dtype=parts.dtype, device=k.device)
     cos, sin = unit_stride(cos), unit_stride(sin)
     _finish_heads[(heads + 2 * kv_heads, triton.cdiv(parts.rows, ROWS))](
         **tensors(parts), cos=cos, sin=sin, query_norm=query_norm, key_norm=key_norm, positions=positions,
-        q=q, keys=keys, values=values, cos_stride=cos.stride(0), sin_stride=sin.stride(0),
-        slot_stride=keys.stride(0), head_stride=keys.stride(1), place_stride=keys.stride(2), eps=eps,
+        q=q, keys=k, values=v, key_scales=key_scales, value_scales=value_scales, hadamard=hadamard,
+        cos_stride=cos.stride(0), sin_stride=sin.stride(0),
+        slot_stride=k.stride(0), head_stride=k.stride(1), place_stride=k.stride(2), eps=eps,
         HEADS=heads, KV_HEADS=kv_heads, HALF=width // 2, BLOCK=triton.next_power_of_2(width // 2),
-        TURNED=cos.shape[1] // 2, SINGLE=len(parts.sizes) == 1, ZERO_CENTERED=zero_centered,
+        ROOT=None if hadamard is None else root(hadamard), TURNED=cos.shape[1] // 2, SINGLE=len(parts.sizes) == 1,
+        ZERO_CENTERED=zero_centered,
         **constants(parts), num_warps=4,
     )  # fmt: skip
     return q
@@ -43,13 +52,14 @@ def finish_heads(
 @triton.jit(do_not_specialize=["rows"])
 def _finish_heads(
     sums, lora_b, bias, rows, part_stride, row_stride, cos, sin, query_norm, key_norm, positions, q, keys, values,
-    cos_stride, sin_stride, slot_stride, head_stride, place_stride, eps,
+    key_scales, value_scales, hadamard, cos_stride, sin_stride, slot_stride, head_stride, place_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    TURNED: tl.constexpr, SINGLE: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    ROOT: tl.constexpr, TURNED: tl.constexpr, SINGLE: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     PARTS: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """HALF: pairs of numbers in a head; TURNED: how many of them are turned. SINGLE: one matrix holds q, k and v."""
+    """HALF: pairs of numbers in a head; TURNED: how many of them are turned. SINGLE: one matrix holds q, k and v.
+    key_scales, value_scales: None, or keys and values are in 8 bits and contiguous; hadamard with ROOT, if so too."""
     head = tl.program_id(0).to(tl.int64)  # int64: places in the cache pass 2³¹
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     pair = tl.arange(0, BLOCK)
@@ -79,13 +89,17 @@ def _finish_heads(
     start_next(CHAINED)
     if head < HEADS:
         first, second = _turned(first, second, query_norm, c, s, d, e, real, eps, dtype, HALF, ZERO_CENTERED)
+        if hadamard is not None:
+            first, second = _spread(first, second, hadamard, d, e, real, dtype, HALF, ROOT)
         _store(q + (row * HEADS + head)[:, None] * (2 * HALF), first, second, d, e, inside)
     elif head < HEADS + KV_HEADS:
         first, second = _turned(first, second, key_norm, c, s, d, e, real, eps, dtype, HALF, ZERO_CENTERED)
-        _store(keys + (cached + (head - HEADS) * head_stride)[:, None], first, second, d, e, inside)
+        if hadamard is not None:
+            first, second = _spread(first, second, hadamard, d, e, real, dtype, HALF, ROOT)
+        _cache(keys, key_scales, cached + (head - HEADS) * head_stride, first, second, d, e, live, inside, HALF)
     else:
         own = head - HEADS - KV_HEADS
-        _store(values + (cached + own * head_stride)[:, None], first, second, d, e, inside)
+        _cache(values, value_scales, cached + own * head_stride, first, second, d, e, live, inside, HALF)
 
 
 @triton.jit
@@ -106,3 +120,35 @@ def _turned(
 def _store(start, first, second, d, e, inside):
     tl.store(start + d[None, :], first, mask=inside)
     tl.store(start + e[None, :], second, mask=inside)
+
+
+@triton.jit
+def _spread(
+    first, second, hadamard, d, e, real, dtype: tl.constexpr, HALF: tl.constexpr, ROOT: tl.constexpr
+):  # fmt: skip
+    """The numbers d and e of a head times H/√p, in float32."""
+    first, second = first.to(dtype), second.to(dtype)
+    square = real[:, None] & real[None, :]
+    of_d, of_e = hadamard + d[:, None] * (2 * HALF), hadamard + e[:, None] * (2 * HALF)
+    spread_d = tl.dot(first, tl.load(of_d + d[None, :], mask=square, other=0.0), input_precision="ieee")
+    spread_d = tl.dot(second, tl.load(of_e + d[None, :], mask=square, other=0.0), spread_d, input_precision="ieee")
+    spread_e = tl.dot(first, tl.load(of_d + e[None, :], mask=square, other=0.0), input_precision="ieee")
+    spread_e = tl.dot(second, tl.load(of_e + e[None, :], mask=square, other=0.0), spread_e, input_precision="ieee")
+    return spread_d * ROOT, spread_e * ROOT
+
+
+@triton.jit
+def _cache(x, scales, place, first, second, d, e, live, inside, HALF: tl.constexpr):
+    """Write the numbers d and e of a head of each row to x, from `place` [ROWS] on; in 8 bits if there are scales."""
+    if scales is not None:
+        largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1)
+        scale = tl.maximum(largest / LIMIT, TINY)
+        tl.store(scales + place // (2 * HALF), scale, mask=live)
+        first, second = _whole(first / scale[:, None]), _whole(second / scale[:, None])
+    _store(x + place[:, None], first, second, d, e, inside)
+
+
+@triton.jit
+def _whole(x):
+    """x, within ±127, rounded as torch does, a half to the even neighbour."""
+    return ((x + TO_WHOLE) - TO_WHOLE).to(tl.int8)

@@ -16,7 +16,16 @@ from grpo_kit.model.model import LoadOptions, Model
 from grpo_kit.model.precision import Precision, choose_precision
 from grpo_kit.model.sources import find_source
 from grpo_kit.model.with_vllm import check_for_vllm, load_with_vllm
-from grpo_kit.rollout import Vllm, VllmEngine, check_engine, choose_engine, examine, make_engine, why_not_vllm
+from grpo_kit.rollout import (
+    Vllm,
+    VllmEngine,
+    check_engine,
+    check_kv_cache,
+    choose_engine,
+    examine,
+    make_engine,
+    why_not_vllm,
+)
 
 _loaded: Model | None = None
 
@@ -34,6 +43,7 @@ def load_model(
     seed: int = 0,
     trust_remote_code: bool = False,
     double_quant: bool = False,
+    kv_cache_dtype: str | None = None,
 ) -> Model:
     """Load a causal language model, freeze it, and give it a fresh LoRA adapter on all linear layers.
 
@@ -48,6 +58,9 @@ def load_model(
                     start, can be started once in a process, and has to be installed (`pip install 'grpo-kit[vllm]'`).
     seed:           of the adapter's start. trust_remote_code: run code that the checkpoint brings; off unless asked.
     double_quant:   the scales of the 4-bit blocks in 8 bits too: 4.13 bits a weight instead of 4.5 (QLoRA, section 3).
+    kv_cache_dtype: "int8" holds the keys and values of answers that are sampled in 8 bits, half the memory, so that
+                    twice as many find room at a time. The sampler's logprobs are 0.012 nats a token further from the
+                    trainer's (SmolLM2-135M). It asks for the native engine, which alone has it. None: as `dtype` is.
 
     Only one model is kept in memory: the same call again returns the model that is there, with what it has learned; a
     call with other arguments stops a live run, frees the old model and loads the new one.
@@ -67,6 +80,7 @@ def load_model(
         seed=seed,
         trust_remote_code=trust_remote_code,
         double_quant=double_quant,
+        kv_cache_dtype=kv_cache_dtype,
     )
     _check(options)
     if _loaded is not None and _loaded.options == options and _loaded._module is not None:
@@ -88,6 +102,7 @@ def load_model(
 def _check(options: LoadOptions) -> None:
     choose_precision(options.dtype)
     check_engine(options.engine)
+    check_kv_cache(options.kv_cache_dtype, options.engine)
     obstacle = why_not_vllm() if options.engine == VllmEngine.name else None
     if obstacle:
         raise ValueError(f"engine='vllm' can't be started: {obstacle}; engine='native' needs no vLLM")
@@ -144,8 +159,11 @@ def _build(options: LoadOptions, path: str, found: str, config: Any) -> Model:
         options.fast_inference,
         on_gpu=precision.device.type == "cuda",
         examine_native=examined,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
     notes.append(("engine", name, reason))
+    if options.kv_cache_dtype is not None:
+        notes.append(("KV cache", options.kv_cache_dtype, "kv_cache_dtype"))
     adapter = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
     notes.append(
         ("adapter", f"LoRA rank {options.lora_rank}, {adapter / 1e6:.1f} M weights in float32", "all linear layers")
@@ -158,6 +176,7 @@ def _build(options: LoadOptions, path: str, found: str, config: Any) -> Model:
         decode=chat.decode,
         fused=fused,
         shape=examined() if name == "native" else None,
+        kv_cache_dtype=options.kv_cache_dtype,
         vllm=vllm,
     )
     return Model(adapted, chat, engine, precision, options, notes, vllm)

@@ -14,8 +14,8 @@ from grpo_kit.kernels.decoder_layer import TILE as MLP_TILE
 from grpo_kit.kernels.linear_logprob import CHUNK_BYTES as HEAD_TILE
 from grpo_kit.model.precision import DTYPES
 from grpo_kit.model.shape import Shape, nf4_bytes
-from grpo_kit.rollout import check_engine
-from grpo_kit.rollout.native.cache import columns_for
+from grpo_kit.rollout import check_engine, check_kv_cache
+from grpo_kit.rollout.native.cache import SCALE_BYTES, columns_for
 from grpo_kit.rollout.native.engine import SHARE_OF_FREE
 from grpo_kit.rollout.native.prefill import CHUNK_TOKENS
 from grpo_kit.rollout.native.slots import BUCKETS, bucket_for
@@ -55,6 +55,7 @@ class PlanOptions:
     beta: float | None = None
     activation_offloading: bool | None = None
     engine: str = "auto"
+    kv_cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -65,6 +66,7 @@ class PlanOptions:
             if getattr(self, name) not in names:
                 raise ValueError(f"{name} must be one of {', '.join(map(str, names))}; got {getattr(self, name)!r}")
         check_engine(self.engine)
+        check_kv_cache(self.kv_cache_dtype, self.engine)
         if self.double_quant and not self.load_in_4bit:
             raise ValueError("double_quant=True quantizes the scales of 4-bit weights: it needs load_in_4bit=True")
         if self.prompt < 1 or self.sequence > self.max_seq_length:
@@ -156,7 +158,9 @@ def _moments(elements: int, eight_bit: bool) -> int:
 
 def kv_cache(shape: Shape, options: PlanOptions, sequences: int, tokens: int) -> int:
     """Keys and values of every layer; windows that would keep less are not looked at."""
-    return 2 * shape.layers * shape.keys * options.width * sequences * tokens
+    if options.kv_cache_dtype is None:
+        return 2 * shape.layers * shape.keys * options.width * sequences * tokens
+    return 2 * shape.layers * (shape.keys + SCALE_BYTES * shape.kv_heads) * sequences * tokens
 
 
 def prefill(shape: Shape, options: PlanOptions, at_once: int | None = None) -> int:

@@ -249,7 +249,9 @@ def _notes(shape: Shape, asked: PlanOptions, options: PlanOptions) -> list[tuple
         notes.append(("quantization", "as in the checkpoint", "it is quantized already"))
     if options.engine != "transformers":
         sampler = "native" if options.engine == "auto" else options.engine
-        notes.append(("sampler", sampler, "what it holds stays during the update, or goes if that needs the room"))
+        cache = "" if options.kv_cache_dtype is None else f", its KV cache in {options.kv_cache_dtype}"
+        reason = "what it holds stays during the update, or goes if that needs the room"
+        notes.append(("sampler", f"{sampler}{cache}", reason))
     if not shape.fused:
         reason = "this family trains through transformers' own layers, counted from their code"
         notes.append(("update", "rough", reason))

@@ -46,6 +46,7 @@ class LoadOptions:
     seed: int
     trust_remote_code: bool
     double_quant: bool = False
+    kv_cache_dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,8 @@ class Model:
         matter (see `grpo_kit.memory_plan`)."""
         names = ("load_in_4bit", "double_quant", "max_seq_length", "lora_rank", "dtype")
         loaded = {name: getattr(self.options, name) for name in names}
+        if self.engine.name == "native":
+            loaded["kv_cache_dtype"] = self.options.kv_cache_dtype
         return memory_plan(self.options.name_or_path, gpu, **{**loaded, "engine": self.engine.name, **options})
 
     def render(self, prompt: Prompt) -> str:
@@ -238,7 +241,13 @@ class Model:
         notes = [("engine now", name, reason)]
         fused = step_for(name, self.module, self.precision, notes)
         engine = make_engine(
-            name, self.module, eos_ids=self.chat.eos_ids, decode=self.chat.decode, fused=fused, vllm=self._vllm
+            name,
+            self.module,
+            eos_ids=self.chat.eos_ids,
+            decode=self.chat.decode,
+            fused=fused,
+            kv_cache_dtype=self.options.kv_cache_dtype,
+            vllm=self._vllm,
         )
         self.engine.release()
         self.engine = engine

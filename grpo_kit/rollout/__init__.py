@@ -1,7 +1,7 @@
 """Engines that sample completions: one contract, several engines. They are handed torch modules and know no
 `model/`."""
 
-from grpo_kit.rollout.choose import check_engine, choose_engine, make_engine
+from grpo_kit.rollout.choose import check_engine, check_kv_cache, choose_engine, make_engine
 from grpo_kit.rollout.engine import Completion, Engine, OnTokens, Sampling, stream_seed
 from grpo_kit.rollout.native import NativeEngine, NotSupported, examine
 from grpo_kit.rollout.transformers_engine import TransformersEngine
@@ -18,6 +18,7 @@ __all__ = [
     "Vllm",
     "VllmEngine",
     "check_engine",
+    "check_kv_cache",
     "choose_engine",
     "examine",
     "make_engine",

@@ -23,6 +23,7 @@ from torch.utils._pytree import register_dataclass, tree_map_only
 
 from grpo_kit.kernels.decode_linear import DecodeGroup, Nf4
 from grpo_kit.kernels.decode_parts import Parts
+from grpo_kit.kernels.int8_tokens import Int8Tokens
 
 OPERATIONS = (
     "rms_norm",
@@ -35,7 +36,7 @@ OPERATIONS = (
     "decode_attention",
     "decode_linear",
 )
-for holder in (Parts, Nf4, DecodeGroup):  # their tensors go where the kernels run, too
+for holder in (Parts, Nf4, DecodeGroup, Int8Tokens):  # their tensors go where the kernels run, too
     register_dataclass(holder)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_kit.kernels.decode_attention import decode_attention
+from grpo_kit.kernels.int8_tokens import Int8Tokens, hadamard_matrix
 from tests.kernels.launching import launch, skip_products_in, where_kernels_run
 from tests.kernels.unfinished import nibbles_by_hand
 
@@ -41,6 +42,23 @@ def inputs(
     return [q.to(dtype), *caches.to(dtype), torch.tensor(positions)]
 
 
+def in_8_bits(given: list[Tensor]) -> list[Any]:
+    """The same with keys and values in 8 bits; scales are NaN where no row sees anything."""
+    q, keys, values, positions = given
+    hadamard = hadamard_matrix(q.shape[2], q.dtype, q.device)
+    held = [Int8Tokens.zeros(tuple(keys.shape), matrix, q.device) for matrix in (hadamard, None)]
+    for own, new in zip(held, (keys, values), strict=True):
+        own[:] = new.nan_to_num()
+        own.scales.masked_fill_(new[..., 0].isnan(), math.nan)
+    return [q, *held, positions]
+
+
+def as_stored(given: list[Any]) -> list[Tensor]:
+    """What 8-bit keys and values stand for, exactly."""
+    q, keys, values, positions = given
+    return [q, keys.stored(torch.float64), values.stored(torch.float64), positions]
+
+
 def reference(
     q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None = None, softcap: float | None = None
 ) -> Tensor:
@@ -66,7 +84,7 @@ def assert_accurate(got: Tensor, given: list[Tensor], window: int | None = None,
     """Rounded are the weights, whose errors the values multiply, and the result. Triton's interpreter cuts bfloat16
     numbers off, so both errors may be a whole unit in the last place and not half of one."""
     q, keys, values, positions = given
-    unit = max(torch.finfo(got.dtype).eps, 1e-5)
+    unit = max(torch.finfo(q.dtype).eps, 1e-5)
     expected = reference(*given, window, softcap)
     size = reference(q, keys, values.abs(), positions, window, softcap)
     assert got.dtype == q.dtype and got.shape == expected.shape
@@ -118,6 +136,36 @@ def test_kernels_of_every_dtype(parts: int, dtype: torch.dtype) -> None:
 def test_kernels_see_and_bend_as_they_are_told(window: int | None, softcap: float | None, parts: int) -> None:
     given = inputs((8, 2, 64), torch.float32, window=window)
     assert_accurate(in_parts(given, parts, 16, window, softcap), given, window, softcap)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_twin_reads_8_bits(shape: tuple[int, int, int]) -> None:
+    given = in_8_bits(inputs(shape, torch.float32))
+    got = decode_attention(*given, SCALE, LENGTH)
+    torch.testing.assert_close(got.double(), reference(*as_stored(given)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels_read_8_bits_of_every_shape(shape: tuple[int, int, int], parts: int) -> None:
+    given = in_8_bits(inputs(shape, torch.float16))
+    assert_accurate(in_parts(given, parts), as_stored(given))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), *SIGHTS])
+def test_kernels_read_8_bits_as_they_are_told(window: int | None, softcap: float | None, parts: int) -> None:
+    given = in_8_bits(inputs((8, 2, 64), torch.float32, window=window))
+    assert_accurate(in_parts(given, parts, 16, window, softcap), as_stored(given), window, softcap)
+
+
+def test_small_values_in_8_bits_do_not_vanish() -> None:
+    """A weight times a scale of 1e-7 is below what float16 holds; the largest of such products is taken for 1."""
+    q, keys, values, positions = inputs((8, 2, 64), torch.float16)
+    given = in_8_bits([q, keys, values.float() * 1e-5, positions])
+    got = in_parts(given, 1)
+    expected = reference(*as_stored(given))
+    assert (got.double() - expected).norm() <= 0.01 * expected.norm()
 
 
 def test_more_parts_than_most_rows_can_fill() -> None:
@@ -195,6 +243,11 @@ def test_refuses_what_it_cannot_do() -> None:
         decode_attention(q, keys.half(), values.half(), positions, SCALE, LENGTH)
     with pytest.raises(ValueError, match="last dimension is contiguous"):
         decode_attention(q, keys.mT.contiguous().mT, values, positions, SCALE, LENGTH)
+    held = in_8_bits([q, keys, values, positions])
+    with pytest.raises(ValueError, match="both keys and values in 8 bits, and contiguous, or neither"):
+        decode_attention(q, held[1], values, positions, SCALE, LENGTH)
+    with pytest.raises(ValueError, match="both keys and values in 8 bits, and contiguous, or neither"):
+        decode_attention(q, held[1][:, :, 1:], held[2][:, :, 1:], positions, SCALE, LENGTH)
     with pytest.raises(ValueError, match="at most 16"):
         decode_attention(q.repeat(1, 3, 1), keys[:, :1], values[:, :1], positions, SCALE, LENGTH)
     with pytest.raises(ValueError, match="multiple of 64"):

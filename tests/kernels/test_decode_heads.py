@@ -12,7 +12,8 @@ from torch import Tensor
 
 from grpo_kit.kernels.decode_heads import finish_heads
 from grpo_kit.kernels.decode_parts import Parts
-from tests.kernels.launching import where_kernels_run
+from grpo_kit.kernels.int8_tokens import Int8Tokens, hadamard_matrix
+from tests.kernels.launching import skip_products_in, where_kernels_run
 from tests.kernels.unfinished import (
     CASES,
     Case,
@@ -153,6 +154,60 @@ def test_kernel_takes_float32_angles_of_16_bit_numbers() -> None:
     assert_right(where_kernels_run(run, given), given, in_interpreter=True)
 
 
+def in_8_bits(given: dict[str, Any]) -> dict[str, Any]:
+    """The same with caches in 8 bits that hold the same numbers."""
+    shape, dtype = tuple(given["keys"].shape), given["parts"].dtype
+    hadamard = hadamard_matrix(shape[3], dtype, torch.device("cpu"))
+    held = {}
+    for name, matrix in (("keys", hadamard), ("values", None)):
+        held[name] = Int8Tokens.zeros(shape, matrix, torch.device("cpu"))
+        held[name][:] = given[name]
+    return {**given, **held}
+
+
+def assert_right_in_8_bits(got: Any, given: dict[str, Any]) -> None:
+    """Off by half a step, and for keys by their rounding to the compute format before they are turned."""
+    q, k, v = reference(given)
+    hadamard = given["keys"].hadamard.double()
+    turn = hadamard / hadamard[0].square().sum().sqrt()
+    eps = max(torch.finfo(given["parts"].dtype).eps, 1e-5)
+    assert (got[0].double() - q @ turn).abs().le(2 * eps * q.norm(dim=-1, keepdim=True)).all()
+    for cache, before, expected in [(got[1], given["keys"], k @ turn), (got[2], given["values"], v)]:
+        row = torch.arange(len(expected))
+        new = cache[row, :, given["positions"]]
+        rounding = eps * expected.norm(dim=-1, keepdim=True)
+        step = new.scales[..., None].double()
+        assert ((step - expected.abs().amax(-1, keepdim=True) / 127).abs() <= rounding).all()
+        assert ((new.stored(torch.float64) - expected).abs() <= 0.5001 * step + rounding).all()
+        assert (new.stored(torch.float64) - expected).norm() > 0.1 * (step.square().sum() * cache.shape[3] / 12).sqrt()
+        cache[row, :, given["positions"]] = before[row, :, given["positions"]]
+        assert torch.equal(cache.numbers, before.numbers) and torch.equal(cache.scales, before.scales)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_twin_writes_8_bits(case: Case, shape: Heads) -> None:
+    given, copies = (in_8_bits(inputs(case, shape)) for _ in range(2))
+    assert_right_in_8_bits(run(copies), given)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, Heads(1, 1, 128, False)], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernel_writes_8_bits(case: Case, shape: Heads) -> None:
+    skip_products_in(case.dtype)
+    given = in_8_bits(inputs(case, shape))
+    assert_right_in_8_bits(where_kernels_run(run, given), given)
+
+
+def test_a_head_of_zeros_in_8_bits() -> None:
+    given = in_8_bits(inputs(Case(torch.float32, 2, 1, 0, False), Heads(2, 1, 64, norms=False)))
+    given["parts"].sums.zero_()
+    _, keys, values = where_kernels_run(run, given)
+    for cache in (keys, values):
+        new = cache[torch.arange(2), :, given["positions"]]
+        assert not new.numbers.any() and (new.scales > 0).all()
+
+
 def test_refuses_what_does_not_fit_together() -> None:
     given = inputs(Case(torch.float32, 4, 1, 0, False), Heads(2, 1, 64, norms=False))
     for wrong in [
@@ -168,6 +223,12 @@ def test_refuses_what_does_not_fit_together() -> None:
     ]:
         with pytest.raises(ValueError, match="finish_heads needs"):
             finish_heads(**given | wrong)
+    held = in_8_bits(given)
+    with pytest.raises(ValueError, match=r"caches in torch\.int8 and torch\.float32"):
+        finish_heads(**given | {"keys": held["keys"]})
+    cut = {name: held[name][:, :, :-1] for name in ("keys", "values")}
+    with pytest.raises(ValueError, match="8 bits to be contiguous"):
+        where_kernels_run(run, held | cut)
     strange = given | {"values": given["values"].contiguous()}
     with pytest.raises(ValueError, match="equal strides"):
         where_kernels_run(run, strange)

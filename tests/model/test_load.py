@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 import grpo_kit as gk
 from grpo_kit.model import Model
 from grpo_kit.model.load import load_model
-from grpo_kit.rollout import examine
+from grpo_kit.rollout import NativeEngine, examine
 
 Tiny = Callable[..., Path]
 
@@ -244,6 +244,21 @@ def test_the_engine_that_was_asked_for_answers(tiny_checkpoint: Tiny) -> None:
     assert model.engine.name == "native" and ("engine", "native", "asked for") in model.notes
     assert isinstance(model.generate("a", max_tokens=3), str)
     assert isinstance(model.generate("a", max_tokens=3, adapter=False), str)
+
+
+def test_a_cache_in_8_bits_is_the_native_engines(tiny_checkpoint: Tiny) -> None:
+    own = {"load_in_4bit": False, "max_seq_length": 64, "lora_rank": 4, "kv_cache_dtype": "int8"}
+    model = load_model(str(tiny_checkpoint()), **own)
+    assert isinstance(model.engine, NativeEngine) and model.engine.shape.int8
+    assert ("KV cache", "int8", "kv_cache_dtype") in model.notes
+    assert isinstance(model.generate("a", max_tokens=3), str)
+    assert model.memory_plan("T4", max_completion_length=32).options.kv_cache_dtype == "int8"
+    model.use_engine("transformers", "to see")
+    assert model.memory_plan("T4", max_completion_length=32).options.kv_cache_dtype is None
+    model.use_engine("native", "again")
+    assert isinstance(model.engine, NativeEngine) and model.engine.shape.int8
+    with pytest.raises(ValueError, match="option of the native engine, and engine='transformers' was asked for"):
+        load_model(str(tiny_checkpoint()), engine="transformers", **own)
 
 
 def test_the_native_engine_tries_the_model_once(tiny_checkpoint: Tiny) -> None:

@@ -235,6 +235,18 @@ def test_what_the_native_sampler_holds_by_hand() -> None:
     assert plan.phases["update"] == memory_plan(QWEN, "T4", engine="transformers").phases["update"]
 
 
+def test_a_cache_in_8_bits_is_half_as_large_or_has_twice_the_slots() -> None:
+    """6 numbers of a byte and 2 scales of 4 bytes, for keys and for values of each layer."""
+    assert kv_cache(HAND, options(kv_cache_dtype="int8"), 3, 7) == 2 * 5 * (6 + 2 * 4) * 3 * 7
+    plans = [memory_plan(QWEN, 17, kv_cache_dtype=asked, prompts_per_step=64) for asked in (None, "int8")]
+    plain, int8 = (plan.phases["rollout"]["KV cache"] for plan in plans)
+    per_slot = 2 * 28 * 512 * 2 * 1024
+    assert int8 // (per_slot * 66 // 128) == 2 * (plain // per_slot) > 2
+    assert "native, its KV cache in int8" in repr(plans[1]) and "int8" not in repr(plans[0])
+    with pytest.raises(ValueError, match="option of the native engine"):
+        memory_plan(QWEN, "T4", kv_cache_dtype="int8", engine="transformers")
+
+
 # ---- the card ----
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_kit.rollout import NotSupported, check_engine, choose_engine, make_engine
+from grpo_kit.rollout import NotSupported, check_engine, check_kv_cache, choose_engine, make_engine
 
 
 def nothing() -> None:
@@ -47,6 +47,24 @@ def test_vllm_samples_only_where_it_is_asked_for_and_holds_the_weights() -> None
 def test_an_engine_that_cannot_run_the_model_is_an_error_where_it_was_asked_for() -> None:
     with pytest.raises(ValueError, match="'native' can't sample with this model: its layers are recurrent"):
         choose_engine("native", False, on_gpu=True, examine_native=recurrent)
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_cache_in_8_bits_asks_for_the_engine_that_has_it(on_gpu: bool) -> None:
+    name, reason = choose_engine("auto", False, on_gpu=on_gpu, examine_native=nothing, kv_cache_dtype="int8")
+    assert (name, reason) == ("native", "kv_cache_dtype='int8' is its option")
+    with pytest.raises(ValueError, match="its layers are recurrent; engine='transformers' can, without kv_cache_dtype"):
+        choose_engine("auto", False, on_gpu=on_gpu, examine_native=recurrent, kv_cache_dtype="int8")
+
+
+def test_a_cache_format_that_is_not_there_or_not_the_engines_is_an_error() -> None:
+    for engine in ("auto", "native"):
+        check_kv_cache("int8", engine)
+    check_kv_cache(None, "transformers")
+    with pytest.raises(ValueError, match="unknown kv_cache_dtype 'fp8'; there are None, 'int8'"):
+        check_kv_cache("fp8", "auto")
+    with pytest.raises(ValueError, match="an option of the native engine, and engine='transformers' was asked for"):
+        check_kv_cache("int8", "transformers")
 
 
 def test_an_engine_there_is_not_is_an_error() -> None:

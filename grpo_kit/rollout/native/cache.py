@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_kit.kernels.int8_tokens import Int8Tokens, Tokens, hadamard_matrix
 from grpo_kit.rollout.native.slots import BUCKETS
 
 COLUMN_STEP = 64
+SCALE_BYTES = 4  # of an 8-bit vector
 
 
 def columns_for(tokens: int) -> int:
@@ -30,15 +32,17 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What the decoder keeps of one token."""
+    """What the decoder keeps of one token. dtype: the compute format; int8: keys and values are held in 8 bits."""
 
     layers: tuple[LayerShape, ...]
     dtype: torch.dtype
     device: torch.device
+    int8: bool = False
 
     def bytes_for(self, tokens: int) -> int:
-        width = sum(layer.heads * (layer.key_width + layer.value_width) for layer in self.layers)
-        return tokens * width * self.dtype.itemsize
+        vectors = 2 * sum(layer.heads for layer in self.layers)
+        numbers = sum(layer.heads * (layer.key_width + layer.value_width) for layer in self.layers)
+        return tokens * (numbers + vectors * SCALE_BYTES if self.int8 else numbers * self.dtype.itemsize)
 
 
 def slots_within(shape: CacheShape, columns: int, limit: int, most: int) -> int:
@@ -48,13 +52,13 @@ def slots_within(shape: CacheShape, columns: int, limit: int, most: int) -> int:
 
 
 class SlotCache:
-    """keys, values: per layer [slots, kv_heads, columns, D]. Starts as zeros: what a row does not see yet is multiplied
-    by 0, and must be finite for that."""
+    """keys, values: per layer [slots, kv_heads, columns, D], tensors or `Int8Tokens`. Starts as zeros: what a row does
+    not see yet is multiplied by 0, and must be finite for that."""
 
     def __init__(self, shape: CacheShape, slots: int, columns: int):
         self.shape, self.slots, self.columns = shape, slots, columns
-        self.keys = [self._empty(layer.heads, layer.key_width) for layer in shape.layers]
-        self.values = [self._empty(layer.heads, layer.value_width) for layer in shape.layers]
+        self.keys = [self._keys(layer.heads, layer.key_width) for layer in shape.layers]
+        self.values = [self._values(layer.heads, layer.value_width) for layer in shape.layers]
 
     @property
     def bytes(self) -> int:
@@ -69,8 +73,16 @@ class SlotCache:
     def move(self, sources: Tensor, targets: Tensor, columns: int) -> None:
         """Copy the first `columns` of some slots to others; no slot may be both."""
         for own in (*self.keys, *self.values):
-            own[targets, :, :columns] = own[sources, :, :columns]
+            own[targets, :, :columns] = own[sources, :, :columns]  # type: ignore[assignment]
 
-    def _empty(self, heads: int, width: int) -> Tensor:
-        size = (self.slots, heads, self.columns, width)
-        return torch.zeros(size, dtype=self.shape.dtype, device=self.shape.device)
+    def _keys(self, heads: int, width: int) -> Tokens:
+        if not self.shape.int8:
+            return self._values(heads, width)
+        size, device = (self.slots, heads, self.columns, width), self.shape.device
+        return Int8Tokens.zeros(size, hadamard_matrix(width, self.shape.dtype, device), device)
+
+    def _values(self, heads: int, width: int) -> Tokens:
+        size, device = (self.slots, heads, self.columns, width), self.shape.device
+        if self.shape.int8:
+            return Int8Tokens.zeros(size, None, device)
+        return torch.zeros(size, dtype=self.shape.dtype, device=device)

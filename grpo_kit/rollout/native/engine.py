@@ -8,6 +8,7 @@ launches a token step before it looks at what the one before drew, so that the d
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class NativeEngine:
                  when the adapter is switched on or off, or weights move.
     cache_bytes: the most that keys and values may take; half of the GPU's free memory, or 1 GB on a CPU, if not given.
     shape:       what `support.examine` found, which is asked now if not given.
+    kv_cache_dtype: "int8" holds keys and values in 8 bits (see `Int8Tokens`); None in the compute format.
 
     Raises NotSupported, a ValueError, if the module is of a kind that this engine can't run.
     """
@@ -52,8 +54,10 @@ class NativeEngine:
         fused: Callable[[SlotCache], TokenStep | None] | None = None,
         cache_bytes: int | None = None,
         shape: CacheShape | None = None,
+        kv_cache_dtype: str | None = None,
     ):
-        self.shape = examine(module) if shape is None else shape
+        found = examine(module) if shape is None else shape
+        self.shape = replace(found, int8=kv_cache_dtype == "int8")
         self.module, self.eos_ids, self.fused, self.cache_bytes = module, frozenset(eos_ids), fused, cache_bytes
         self.endings = Endings(self.eos_ids, decode)
         self.steps_ahead = 1 if self.shape.device.type == "cuda" else 0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from grpo_kit.kernels.int8_tokens import Tokens, dense
 from grpo_kit.rollout.native.cache import SlotCache
 
 
@@ -71,10 +72,10 @@ class _Slots(CacheLayerMixin):
     """One layer of a `SlotCache` as transformers' attention sees it."""
 
     is_sliding = False  # old columns are kept; the mask hides them
-    keys: Tensor
-    values: Tensor
+    keys: Any
+    values: Any
 
-    def __init__(self, keys: Tensor, values: Tensor, rows: Tensor):
+    def __init__(self, keys: Tokens, values: Tokens, rows: Tensor):
         super().__init__()
         self.keys, self.values, self.rows = keys, values, rows
         self.is_initialized = True
@@ -88,7 +89,8 @@ class _Slots(CacheLayerMixin):
         batch = len(key_states)
         self.keys[self.rows[:batch], :, self.positions] = key_states[:, :, 0]
         self.values[self.rows[:batch], :, self.positions] = value_states[:, :, 0]
-        return self.keys[:batch, :, : self.length], self.values[:batch, :, : self.length]
+        seen, dtype = (slice(batch), slice(None), slice(self.length)), key_states.dtype
+        return dense(self.keys[seen], dtype), dense(self.values[seen], dtype)
 
     def get_seq_length(self) -> int:
         return self.length - 1

@@ -19,6 +19,7 @@ from grpo_kit.rollout.native.graphs import Graphs
 from grpo_kit.rollout.native.support import examine
 from tests.rollout.native.conftest import FUSED, learn, tiny, wide
 from tests.rollout.native.test_fused_step import ROWS, assert_as_exact_as_the_modules, assert_close, made
+from tests.rollout.native.test_int8_cache import gaps
 from tests.tiny import ARCHITECTURES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -152,3 +153,20 @@ def test_the_engine_samples_by_the_fused_step(four_bit: bool, dtype: torch.dtype
     with module.disable_adapter():
         assert tokens_of(native.generate(ROWS, greedy)) != learned
     assert len(native.generate(ROWS, Sampling(max_tokens=30, seed=1), n=20)) == len(ROWS)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("architecture", FUSED)
+def test_the_fused_step_samples_from_a_cache_in_8_bits(architecture: str, dtype: torch.dtype) -> None:
+    module = wide(architecture, True, dtype=dtype, device="cuda", learned=0.05)
+    off = []
+    for kv_cache_dtype in (None, "int8"):
+        native = NativeEngine(
+            module, eos_ids=ENDS, decode=str, fused=partial(fused_step, module), kv_cache_dtype=kv_cache_dtype
+        )
+        groups = native.generate(ROWS, Sampling(max_tokens=60, seed=1), n=10)
+        assert isinstance(native._idle[0].step, FusedStep)
+        off.append(float(gaps(module, groups, ROWS).mean()))
+        native.release()
+    assert off[1] < off[0] + 0.05
